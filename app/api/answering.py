@@ -1,0 +1,243 @@
+"""One accepted chat request being answered: events from the engine in, a whole answer or frames out.
+
+Every answer ends in exactly one way, counted once: finished, failed, or aborted because the client left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+
+from app.api.chat_reply import ChatReply, total_timings, usage
+from app.api.protocol import ChatRequest
+from app.api.sse import DONE, KEEPALIVE, frame
+from app.engine.merge import merge
+from app.engine.request import (
+    Admitted,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TextDelta,
+    TextEngine,
+    Timings,
+)
+from app.gateway import Gateway
+from app.metrics import RequestMeter
+
+log = logging.getLogger(__name__)
+
+TICKS = 4  # looks at the clock per keep-alive interval: a sign of life is at most a quarter late
+
+Item = tuple[int, GenerationEvent] | None
+
+
+@dataclass(slots=True)
+class Answering:
+    """The choices of one request, from admission to their end."""
+
+    gateway: Gateway
+    engine: TextEngine
+    requests: Sequence[GenerationRequest] = field(repr=False)
+    reply: ChatReply
+    meter: RequestMeter
+    request_id: str
+
+    async def whole(self) -> Response:
+        """Wait for every choice and return the answer as one document."""
+        texts: list[list[str]] = [[] for _ in self.requests]
+        ends: dict[int, Finished] = {}
+        async with aclosing(self._events(silence_s=float("inf"))) as events:
+            async for item in events:
+                match item:
+                    case (index, TextDelta(text)):
+                        texts[index].append(text)
+                    case (index, Finished() as end):
+                        ends[index] = end
+        ordered = [ends[index] for index in range(len(self.requests))]
+        completion = self.reply.completion(["".join(pieces) for pieces in texts], ordered)
+        headers = timing_headers(total_timings([end.timings for end in ordered]))
+        return Response(completion.model_dump_json(), media_type="application/json", headers=headers)
+
+    async def frames(self, asked: ChatRequest) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of a stream: roles, text, ends, usage if asked, `[DONE]`; comments in between."""
+        pulse = Pulse(self.gateway.settings.keepalive_s, self.gateway.settings.heartbeat_s)
+        writer = ChunkWriter(self.reply, asked, len(self.requests))
+        async with aclosing(self._events(silence_s=pulse.tick_s)) as events:
+            async for item in events:
+                chunks = writer.take(item, is_late=pulse.is_due)
+                for chunk in chunks:
+                    yield frame(chunk)
+                if chunks:
+                    pulse.note_chunk()
+                elif writer.is_open and pulse.wants_chunk:
+                    yield frame(writer.heartbeat())
+                    pulse.note_chunk()
+                elif writer.is_open and pulse.is_due:
+                    yield KEEPALIVE
+                    pulse.note_comment()
+        for chunk in writer.last():
+            yield frame(chunk)
+        yield DONE
+
+    async def _events(self, *, silence_s: float) -> AsyncGenerator[Item, None]:
+        with self._accounted():
+            generators = [self.engine.generate(request) for request in self.requests]
+            limit_s = self.gateway.settings.request_timeout_s
+            merging = merge(generators, silence_s=silence_s, stop=self.gateway.stop, time_limit_s=limit_s)
+            async with aclosing(merging) as events:
+                async for item in events:
+                    if item is not None:
+                        self._count(*item)
+                    yield item
+
+    def _count(self, index: int, event: GenerationEvent) -> None:
+        match event:
+            case Admitted():
+                self.reply.fingerprint = event.fingerprint
+                if index == 0:
+                    self.meter.count_prompt(event.prompt_tokens)
+            case TextDelta():
+                self.meter.count_tokens(index, event.num_tokens)
+            case Finished():
+                self.meter.count_finished(event)
+
+    @contextmanager
+    def _accounted(self) -> Iterator[None]:
+        with self.gateway.admit(len(self.requests)):
+            self.meter.begin()
+            outcome = "failed"
+            try:
+                yield
+                outcome = "finished"
+                self.meter.count_answered()
+            except (asyncio.CancelledError, GeneratorExit):
+                outcome = "aborted"
+                self.meter.count_aborted()
+                raise
+            finally:
+                self.meter.end()
+                log.info(
+                    "request %s: %s %s of %s, %d prompt tokens, %d choices",
+                    self.request_id,
+                    self.reply.id,
+                    outcome,
+                    self.engine.model_name,
+                    len(self.requests[0].prompt_ids),
+                    len(self.requests),
+                )
+
+
+class ChunkWriter:
+    """Turns events into chunks, in the order clients rely on."""
+
+    def __init__(self, reply: ChatReply, asked: ChatRequest, num_choices: int) -> None:
+        self._reply = reply
+        self._asked = asked
+        self._num_choices = num_choices
+        self._num_admitted = 0
+        self._early: list[tuple[int, GenerationEvent]] = []  # what came before the stream was open
+        self._progress: PrefillProgress | None = None
+        self._prompt_tokens = 0
+        self._num_tokens = 0
+        self._ends: dict[int, Finished] = {}
+        self.is_open = False
+
+    def take(self, item: Item, *, is_late: bool) -> list[dict[str, Any]]:
+        """Return the chunks due now. The stream opens when all choices are admitted, or when that takes long."""
+        if item is not None:
+            self._num_admitted += isinstance(item[1], Admitted)
+        if self.is_open:
+            return self._chunks(*item) if item is not None else []
+        if item is not None:
+            self._early.append(item)
+        if self._num_admitted < self._num_choices and not is_late:
+            return []
+        self.is_open = True
+        roles = [self._reply.role_chunk(index) for index in range(self._num_choices)]
+        return roles + [chunk for early in self._early for chunk in self._chunks(*early)]
+
+    def heartbeat(self) -> dict[str, Any]:
+        """A chunk without text, with how far prefill got."""
+        return self._reply.heartbeat_chunk(self._progress)
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return what follows the last choice's end."""
+        ends = [self._ends[index] for index in range(self._num_choices)]
+        options = self._asked.stream_options
+        return [self._reply.usage_chunk(ends)] if options and options.include_usage else []
+
+    def _chunks(self, index: int, event: GenerationEvent) -> list[dict[str, Any]]:
+        match event:
+            case Admitted():
+                self._prompt_tokens = event.prompt_tokens
+            case PrefillProgress():
+                self._progress = event
+            case TextDelta():
+                self._progress = None
+                self._num_tokens += event.num_tokens
+                if event.text:
+                    return [self._reply.text_chunk(index, event.text) | self._extras(event.timings)]
+            case Finished():
+                self._ends[index] = event
+                return [self._reply.finish_chunk(index, event)]
+        return []
+
+    def _extras(self, timings: Timings | None) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self._asked.timings_per_token and timings is not None:
+            extras["timings"] = asdict(timings)
+        options = self._asked.stream_options
+        if options and options.include_usage and options.continuous_usage_stats:
+            extras["usage"] = usage(self._prompt_tokens, self._num_tokens).model_dump()
+        return extras
+
+
+class Pulse:
+    """When a silent stream owes its client a sign of life: a comment, or a chunk for clients blind to comments."""
+
+    def __init__(self, keepalive_s: float, heartbeat_s: float) -> None:
+        self._keepalive_s = keepalive_s or float("inf")
+        self._heartbeat_s = heartbeat_s
+        self.tick_s = min(self._keepalive_s, heartbeat_s) / TICKS
+        self._last_sent = self._last_chunk = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._last_sent >= self._keepalive_s or self.wants_chunk
+
+    @property
+    def wants_chunk(self) -> bool:
+        return time.monotonic() - self._last_chunk >= self._heartbeat_s
+
+    def note_chunk(self) -> None:
+        self._last_sent = self._last_chunk = time.monotonic()
+
+    def note_comment(self) -> None:
+        self._last_sent = time.monotonic()
+
+
+def timing_headers(timings: Timings) -> dict[str, str]:
+    """Say where the time went: `Server-Timing` (W3C, in milliseconds) and OpenAI's own header."""
+    parts = {
+        "total": timings.total_s,
+        "prefill": timings.prefill_s,
+        "decode": timings.decode_s,
+        "compute": timings.compute_s,
+        "network": timings.network_s,
+        "crypto": timings.crypto_s,
+        "queue": timings.queue_s,
+        "local": timings.local_s,
+    }
+    entries = [f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items()]
+    return {
+        "server-timing": ", ".join(entries),
+        "openai-processing-ms": str(round(timings.total_s * 1000)),
+    }

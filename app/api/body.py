@@ -1,0 +1,89 @@
+"""Reads a request's JSON body, whatever its Content-Type, and refuses the hostile ones before they cost much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from app.api.errors import ApiError, invalid
+
+CLOSE = {"connection": "close"}  # the rest of the body is not worth reading
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How much body is read, and how long the whole of it may take to come."""
+
+    size_bytes: int
+    timeout_s: float
+
+
+async def read_json_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
+    """Return the body as a JSON object. Raises `ApiError` 400, 408 or 413."""
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            raw = await _read(request, limits.size_bytes)
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.timeout_s:g} s"
+        raise ApiError(408, "request_timeout", message, headers=CLOSE) from None
+    return parse_object(raw)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Parse strict JSON: UTF-8, no NaN, no key twice, no half of a surrogate pair, an object at the top."""
+    try:
+        body = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeError:
+        raise invalid(None, "the body is not valid Unicode text", code="invalid_json") from None
+    except RecursionError:
+        raise invalid(None, "the JSON is nested too deeply", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        message = f"the body is not valid JSON: {error.msg} at character {error.pos}"
+        raise invalid(None, message, code="invalid_json") from None
+    except ValueError as error:  # our own hooks, and integers of absurd length
+        raise invalid(None, f"the body is not valid JSON: {_reason(error)}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise invalid(None, "the body must be a JSON object", code="invalid_json")
+    return body
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """Count bytes as they come, so an endless body costs no more than the limit."""
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated[:20]) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, "request_too_large", f"the body is larger than {limit} bytes", headers=CLOSE)
+
+
+class _HookError(ValueError):
+    """What our own parsing hooks refuse; the text quotes nothing."""
+
+
+def _refuse_constant(_: str) -> NoReturn:
+    raise _HookError("NaN and Infinity are not numbers in JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise _HookError("an object holds the same key twice")
+    return made
+
+
+def _reason(error: ValueError) -> str:
+    return str(error) if isinstance(error, _HookError) else "a number is too long"

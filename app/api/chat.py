@@ -1,0 +1,65 @@
+"""`POST /v1/chat/completions`: one question, one or several answers, whole or streamed.
+
+The journey of a request, read downwards: parse, find the engine, plan, generate, write.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.api.answering import Answering
+from app.api.body import BodyLimits, read_json_object
+from app.api.chat_reply import ChatReply
+from app.api.errors import invalid
+from app.api.generation import plan_generation
+from app.api.protocol import ChatRequest, parse_chat
+from app.api.scope import request_id_of
+from app.api.sse import EventStream, until_disconnect
+from app.gateway import Gateway
+from app.metrics import RequestMeter
+
+PATH = "/v1/chat/completions"
+
+
+class ChatCompletions:
+    """The endpoint, over one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._limits = BodyLimits(gateway.settings.max_body_bytes, gateway.settings.body_timeout_s)
+
+    async def create(self, request: Request) -> Response:
+        """Answer a chat. Streams when the body says `"stream": true`."""
+        arrived = time.perf_counter()
+        asked = parse_chat(await read_json_object(request, self._limits))
+        self._check_choices(asked)
+        answering = await self._begin(asked, request_id_of(request.scope), arrived)
+        if asked.stream:
+            return EventStream(answering.frames(asked), partial(self._gateway.failure, request.scope))
+        return await until_disconnect(request.receive, answering.whole())
+
+    async def _begin(self, asked: ChatRequest, request_id: str, arrived: float) -> Answering:
+        engine = self._gateway.ready_engine(asked.model)
+        completion_id = f"chatcmpl-{secrets.token_hex(12)}"
+        deadline_s = self._gateway.settings.request_timeout_s or None
+        planned = await plan_generation(asked, engine, completion_id, deadline_s=deadline_s)
+        meter = RequestMeter(
+            self._gateway.metrics,
+            model=engine.model_name,
+            endpoint=PATH,
+            is_stream=bool(asked.stream),
+            arrived=arrived,
+        )
+        counts_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        reply = ChatReply(completion_id, int(time.time()), asked.model, counts_usage=counts_usage)
+        return Answering(self._gateway, engine, planned, reply, meter, request_id)
+
+    def _check_choices(self, asked: ChatRequest) -> None:
+        most = min(self._gateway.settings.max_choices, self._gateway.settings.max_requests)
+        if asked.num_choices > most:
+            raise invalid("n", f"n is at most {most} here")

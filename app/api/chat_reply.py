@@ -1,0 +1,184 @@
+"""The answer to a chat request in OpenAI's shapes: the whole of it, or chunk by chunk. Pure; knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any, Literal
+
+from app.api.messages import Lenient
+from app.engine.request import Finished, PrefillProgress, Timings
+
+
+class ErrorText(Lenient):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(Lenient):
+    """The body of every failed request."""
+
+    error: ErrorText
+
+
+class PromptTokensDetails(Lenient):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(Lenient):
+    """What completion tokens were for."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(Lenient):
+    """Tokens of a request: the prompt counts once, completions are summed over the choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class AnswerTimings(Lenient):
+    """Where an answer's time went, in seconds, as `app.engine.request.Timings` has it."""
+
+    total_s: float
+    prefill_s: float
+    decode_s: float
+    tokens: int
+    compute_s: float
+    network_s: float
+    crypto_s: float
+    queue_s: float
+    local_s: float
+
+
+class AnswerMessage(Lenient):
+    """What the assistant says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+    annotations: tuple[Any, ...] = ()
+
+
+class Choice(Lenient):
+    """One of the answers asked for."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Lenient):
+    """The whole answer of a request without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    system_fingerprint: str
+    service_tier: Literal["default"] = "default"
+    timings: AnswerTimings
+    replays: int = 0
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    """Count a request's tokens."""
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
+
+
+def total_timings(timings: Sequence[Timings]) -> Timings:
+    """Sum the parts over choices that ran side by side; the wall clock is that of the longest."""
+    names = [field.name for field in fields(Timings)]
+    together = {"total_s", "prefill_s", "decode_s"}
+    merged = {
+        name: max(getattr(one, name) for one in timings)
+        if name in together
+        else sum(getattr(one, name) for one in timings)
+        for name in names
+    }
+    return Timings(**merged)
+
+
+class ChatReply:
+    """Builds the parts of one answer; `id`, `created` and `model` are the same in all of them."""
+
+    def __init__(self, completion_id: str, created: int, model: str, *, counts_usage: bool = False) -> None:
+        self.id = completion_id
+        self.created = created
+        self.model = model
+        self.fingerprint = ""
+        self._counts_usage = counts_usage  # then chunks before the usage chunk carry `usage: null`
+
+    def completion(self, texts: Sequence[str], ends: Sequence[Finished]) -> ChatCompletion:
+        """Return the whole answer; `texts[i]` and `ends[i]` belong to choice i."""
+        choices = [
+            Choice(index=index, message=AnswerMessage(content=text), finish_reason=end.reason)
+            for index, (text, end) in enumerate(zip(texts, ends, strict=True))
+        ]
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self._usage_of(ends),
+            system_fingerprint=ends[0].fingerprint,
+            timings=AnswerTimings(**asdict(total_timings([end.timings for end in ends]))),
+            replays=sum(end.replays for end in ends),
+        )
+
+    def role_chunk(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+
+    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, {"content": text})
+
+    def heartbeat_chunk(self, progress: PrefillProgress | None) -> dict[str, Any]:
+        """An empty delta: clients that count only parsed chunks see that the answer is alive."""
+        chunk = self._chunk(0, {})
+        return chunk if progress is None else chunk | {"prefill": asdict(progress)}
+
+    def finish_chunk(self, index: int, end: Finished) -> dict[str, Any]:
+        self.fingerprint = end.fingerprint or self.fingerprint
+        chunk = self._chunk(index, {}, end.reason)
+        return chunk | {"timings": asdict(end.timings) | {"replays": end.replays}, "replays": end.replays}
+
+    def usage_chunk(self, ends: Sequence[Finished]) -> dict[str, Any]:
+        timings = asdict(total_timings([end.timings for end in ends]))
+        replays = sum(end.replays for end in ends)
+        counted = {"choices": [], "usage": self._usage_of(ends).model_dump()}
+        return self._envelope() | counted | {"timings": timings | {"replays": replays}, "replays": replays}
+
+    def _usage_of(self, ends: Sequence[Finished]) -> Usage:
+        return usage(ends[0].prompt_tokens, sum(end.completion_tokens for end in ends))
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        chunk = self._envelope() | {"choices": [choice]}
+        return chunk | {"usage": None} if self._counts_usage else chunk
+
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "service_tier": "default",
+        }

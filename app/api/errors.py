@@ -1,0 +1,180 @@
+"""Every way a request can fail, as clients see it: a status and `{"error": {message, type, param, code}}`.
+
+Foreign exceptions (ours from below, Starlette's, pydantic's) are translated here and nowhere else. Texts are
+bounded and hold no traceback, no path and nothing of a prompt; what a node says about an error is not passed
+on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+from app.engine.merge import StoppedError
+from app.engine.request import ModelStatus, RequestError
+from routing.errors import ErrorCode, LinkError, NoRouteError, ProtocolError, RemoteError, SecurityError
+
+MAX_MESSAGE = 500  # characters
+ROUTE_RETRY_S = 5  # a restarted node takes about this long to load a slice and be seen again
+BUSY_RETRY_S = 2
+
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class ClientGoneError(Exception):
+    """The client left: there is nobody to answer."""
+
+
+class ApiError(Exception):
+    """A failure with everything that its response needs."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str | None,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message[:MAX_MESSAGE]
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def envelope(self) -> dict[str, Any]:
+        """Return the body; all four keys are always there."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.envelope(), status_code=self.status, headers=self.headers)
+
+
+def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
+    """The caller's mistake in the field `param`."""
+    return ApiError(400, code, message, param=param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A field that would change the answer and that is not honoured here."""
+    return invalid(param, message, code="unsupported_parameter")
+
+
+def unavailable(code: str, message: str, retry_s: int) -> ApiError:
+    """Not now: try again after `retry_s` seconds."""
+    return ApiError(503, code, message, headers={"retry-after": str(max(1, retry_s))})
+
+
+def not_ready(model: str, status: ModelStatus) -> ApiError:
+    """The model cannot answer now: it is loading, or layers have no node."""
+    if status.state == "loading":
+        return unavailable("model_loading", f"the model `{model}` is still loading", ROUTE_RETRY_S)
+    return from_exception(NoRouteError(list(status.missing), model))
+
+
+def internal(request_id: str) -> ApiError:
+    return ApiError(500, "internal_error", f"internal error; request {request_id}")
+
+
+def deadline_exceeded() -> ApiError:
+    message = "the answer took longer than this gateway allows"
+    return ApiError(504, "deadline_exceeded", message, headers=NO_RETRY)
+
+
+def from_exception(error: Exception, request_id: str = "") -> ApiError:
+    """Translate whatever was raised below the API; the unknown becomes a 500 that says nothing."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(error.status, error.code, error.message, param=error.param)
+        case NoRouteError():
+            message = f"{error}; start one, or wait for it" if error.missing else "no whole route exists now"
+            return unavailable("no_route", message, ROUTE_RETRY_S)
+        case RemoteError():
+            return _from_network(error)
+        case HTTPException():
+            return _from_http(error)
+        case RequestValidationError():
+            return invalid(None, "the request is not valid")
+        case TimeoutError():
+            return deadline_exceeded()
+        case StoppedError():
+            return unavailable("shutting_down", "the gateway is shutting down", ROUTE_RETRY_S)
+        case _:
+            return internal(request_id)
+
+
+def is_client_gone(error: BaseException) -> bool:
+    return isinstance(error, ClientGoneError | ClientDisconnect)
+
+
+def _from_network(error: RemoteError) -> ApiError:
+    where = "" if error.hop is None else f" at hop {error.hop}"
+    match error.code:
+        case ErrorCode.BUSY:
+            return unavailable(
+                "overloaded", f"a node is busy{where}", -(-error.retry_ms // 1000) or BUSY_RETRY_S
+            )
+        case ErrorCode.NO_SLICE:
+            return unavailable("no_route", f"a node no longer serves its layers{where}", ROUTE_RETRY_S)
+        case ErrorCode.DEADLINE:
+            return deadline_exceeded()
+        case ErrorCode.HOP_LOST | ErrorCode.NO_SESSION:
+            return unavailable(
+                "node_lost", f"a node was lost{where} and none could replace it", ROUTE_RETRY_S
+            )
+        case ErrorCode.COMPUTE:
+            return ApiError(500, "compute_failed", f"a node failed to compute{where}")
+    if isinstance(error, LinkError):
+        return unavailable("node_lost", f"the link to a node was lost{where}", ROUTE_RETRY_S)
+    if isinstance(error, SecurityError | ProtocolError):
+        return ApiError(
+            502, "bad_node", f"a node broke the rules{where}: {error.code.name}", headers=NO_RETRY
+        )
+    return ApiError(502, "bad_node", f"a node failed{where}: {error.code.name}")
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    texts = {
+        404: ("not_found", "no such route; the API lives under /v1"),
+        405: ("method_not_allowed", "this route does not know that method"),
+    }
+    code, message = texts.get(error.status_code, (None, "the request cannot be served"))
+    return ApiError(error.status_code, code, message, headers=error.headers)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Name the first field that pydantic refused, as a dotted path; values are not quoted."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = [str(step) for step in first["loc"]]
+    path += [first["ctx"]["field"]] if "field" in first.get("ctx", {}) else []
+    param = ".".join(path) or None
+    if first["type"] == "missing":
+        return invalid(param, f"missing required parameter: '{param}'", code="missing_required_parameter")
+    code = first["type"] if first["type"] == "unsupported_parameter" else "invalid_value"
+    return invalid(param, f"invalid '{param}': {_lower_first(first['msg'])}", code=code)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def describe(error: BaseException) -> str:
+    """Return type and place of an unexpected error for the log: its text may quote a prompt and is left out."""
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
+    places = " < ".join(
+        f"{frame.name}:{frame.lineno} ({frame.filename.rpartition('/')[2]})" for frame in reversed(frames)
+    )
+    return f"{type(error).__name__} in {places}"

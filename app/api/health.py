@@ -1,0 +1,54 @@
+"""`/health`, `/ready`, `/version` and `/metrics`: for probes, scrapers and people with curl."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.engine.request import ModelStatus
+from app.gateway import Gateway
+
+
+class Health:
+    """The endpoints, over one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def health(self, request: Request) -> Response:
+        """Say whether this process takes requests: 200, or 503 once it is shutting down."""
+        is_draining = self._gateway.is_draining
+        body = {"status": "shutting_down" if is_draining else "ok"}
+        return JSONResponse(body, status_code=503 if is_draining else 200)
+
+    async def ready(self, request: Request) -> Response:
+        """Say whether every layer of every model (or of `?model=`) has a node: 200, or 503 with what is missing."""
+        asked = request.query_params.get("model")
+        engines = {asked: self._gateway.engine(asked)} if asked else self._gateway.engines
+        statuses = {name: engine.coverage() for name, engine in engines.items()}
+        is_ready = all(status.is_ready for status in statuses.values()) and not self._gateway.is_draining
+        body = {
+            "status": "ready" if is_ready else "not_ready",
+            "models": {name: _describe(status) for name, status in statuses.items()},
+        }
+        return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """Name this software and its version."""
+        return JSONResponse({"name": "diffuse", "version": version("diffuse")})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics."""
+        metrics = self._gateway.metrics
+        return Response(metrics.render(), headers={"content-type": metrics.content_type})
+
+
+def _describe(status: ModelStatus) -> dict[str, Any]:
+    return {
+        "status": status.state,
+        "layers": status.num_layers,
+        "missing_layers": [list(span) for span in status.missing],
+    }

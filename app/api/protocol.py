@@ -1,0 +1,231 @@
+"""The chat request as a typed model: what is accepted, refused and ignored.
+
+Rule: fields that cannot change the answer are ignored, known or not; fields that would change it and are not
+built are refused by name. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from app.api.errors import from_validation, invalid, unsupported
+from app.api.messages import Lenient, Messages, continues_last, refuse, refuse_order
+
+MAX_STOPS = 4
+MAX_LOGIT_BIAS = 300
+MAX_NAME = 256  # characters of a model's name
+
+# Extensions of other servers that would change the answer, each with the values that ask for nothing.
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "logprobs": (False,),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (0,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "repeat_penalty": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "truncate_prompt_tokens": (),
+    "mm_processor_kwargs": ({},),
+    "lora_request": (),
+}
+TEMPLATE_RESERVED = frozenset(
+    {
+        "chat_template",
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "sanitize_control_tokens",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+    }
+)
+VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class StreamOptions(Lenient):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+def _as_list(stop: Any) -> Any:
+    if stop is None:
+        return []
+    return [stop] if isinstance(stop, str) else stop
+
+
+class ChatRequest(Lenient):
+    """A chat completion request; None means the default everywhere."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    messages: Messages
+
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    n: Annotated[int | None, Field(ge=1)] = None
+    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list, max_length=MAX_STOPS)
+    ignore_eos: bool | None = None
+
+    temperature: Annotated[Number | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[Number | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
+    min_p: Annotated[Number | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[Number | None, Field(gt=0, le=10)] = None
+    presence_penalty: Annotated[Number | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[Number | None, Field(ge=-2, le=2)] = None
+    logit_bias: Annotated[dict[str, Number] | None, Field(max_length=MAX_LOGIT_BIAS)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timings_per_token: bool | None = None
+
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _in_range(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token_id, value in (bias or {}).items():
+            if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
+                raise refuse("keys are token ids, written as digits")
+            if not -100 <= value <= 100:
+                raise refuse("a bias lies between -100 and 100")
+        return bias
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_flags(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in variables or {}:
+            if not VARIABLE_NAME.fullmatch(name) or name in TEMPLATE_RESERVED:
+                raise refuse(f"{name[:40]!a} cannot be set by a request")
+        return variables
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options needs stream", field="stream_options")
+        refuse_order(self.messages)
+        if self.continue_final_message and not self.ends_with_assistant:
+            raise refuse("the last message is not the assistant's", field="continue_final_message")
+        return self
+
+    @property
+    def ends_with_assistant(self) -> bool:
+        return continues_last(self.messages)
+
+    @property
+    def continues_text(self) -> bool:
+        """The answer carries on the last message, instead of being a new one."""
+        return self.ends_with_assistant and self.continue_final_message is not False
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings; empty ones would stop at once and are dropped."""
+        return tuple(stop for stop in self.stop if stop)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template may read: the effort, and the caller's own flags."""
+        effort = self.reasoning_effort
+        own = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return own | (self.chat_template_kwargs or {})
+
+
+def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Validate a request body. Raises `ApiError` 400 that names the first wrong field."""
+    refuse_not_built(body)
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def refuse_not_built(body: Mapping[str, Any]) -> None:
+    """Refuse fields that would change the answer and that nothing here honours."""
+    if body.get("top_logprobs") is not None and not body.get("logprobs"):
+        raise invalid("top_logprobs", "top_logprobs needs logprobs")
+    _refuse_format(body.get("response_format"))
+    _refuse_choice(body)
+    if any(kind != "text" for kind in _list(body.get("modalities"))):
+        raise unsupported("modalities", "this model answers in text only")
+    for name, neutral in NOT_BUILT.items():
+        value = body.get(name)
+        if value is not None and not any(_same(value, accepted) for accepted in neutral):
+            raise unsupported(name, f"'{name}' is not supported")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _refuse_format(wanted: Any) -> None:
+    if wanted is None:
+        return
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind in ("json_object", "json_schema"):
+        raise unsupported("response_format", f"response_format '{kind}' is not supported")
+    if kind != "text":
+        raise invalid("response_format.type", "response_format.type is 'text'")
+
+
+def _refuse_choice(body: Mapping[str, Any]) -> None:
+    if body.get("tools") or body.get("functions"):
+        return  # refused as such, under its own name
+    for name in ("tool_choice", "function_call"):
+        if body.get(name) not in (None, "none", "auto"):
+            raise invalid(name, f"'{name}' needs tools to choose from")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

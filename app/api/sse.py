@@ -1,0 +1,93 @@
+"""Server-sent events as the chat clients can read them: bare `data:` frames and comments, nothing else.
+
+No `id:`, no `retry:`, no named events and no empty frame: each of them crashes an official client (openai.md,
+sections 0 and 1.5). An answer that fails after its first frame says so in a frame and ends without `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from app.api.errors import ApiError, ClientGoneError
+
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keep-alive\n\n"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def frame(chunk: Mapping[str, Any]) -> bytes:
+    """Encode one chunk as one frame."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends frames as they are made; the status line waits for the first one.
+
+    An error before the first frame is raised, and becomes an ordinary error response; a later one is told to
+    `translate` and sent as a frame. When the client leaves, `frames` is closed at once and `ClientGoneError`
+    raised.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], translate: Callable[[Exception], ApiError]
+    ) -> None:
+        super().__init__(headers=STREAM_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._frames = frames
+        self._translate = translate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        is_started = False
+        async with aclosing(self._frames) as frames:
+            try:
+                async for data in frames:
+                    if not is_started:
+                        is_started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send(_body(data, more=True))
+            except Exception as error:
+                if not is_started:
+                    raise
+                await send(_body(frame(self._translate(error).envelope()), more=True))
+        await send(_body(b"", more=False))
+
+
+def _body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do `work`, but drop it the moment the client leaves: it is cancelled and `ClientGoneError` raised.
+
+    The request's body must have been read: what `receive` says next can then only be that the client left.
+    """
+    listening = asyncio.create_task(_disconnected(receive))
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({listening, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        listening.cancel()
+        working.cancel()
+        await asyncio.gather(listening, working, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,65 @@
+"""Reads several answers side by side as one stream of events, noticing silence, lateness and an order to stop.
+
+Knows events only as things that come. Whoever stops reading, for whatever reason, ends every answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeVar
+
+Event = TypeVar("Event")
+
+
+class StoppedError(Exception):
+    """The answers were told to stop."""
+
+
+async def merge(
+    generators: Sequence[AsyncGenerator[Event, None]],
+    *,
+    silence_s: float,
+    stop: asyncio.Event,
+    time_limit_s: float | None = None,
+) -> AsyncGenerator[tuple[int, Event] | None, None]:
+    """Yield (index of the generator, event) as events come, and None whenever nothing came for `silence_s`.
+
+    Raises what a generator raises, `StoppedError` once `stop` is set, and TimeoutError after `time_limit_s`.
+    """
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + time_limit_s if time_limit_s else float("inf")
+    stopping = asyncio.create_task(stop.wait())
+    pending = {asyncio.create_task(_next(generator)): index for index, generator in enumerate(generators)}
+    try:
+        while pending:
+            timeout_s = max(0.0, min(silence_s, ends_at - loop.time()))
+            watched = {stopping, *pending}
+            await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                raise StoppedError
+            if loop.time() >= ends_at:
+                raise TimeoutError
+            done = sorted((task for task in pending if task.done()), key=pending.__getitem__)
+            if not done:
+                yield None
+            for task in done:
+                event = task.result()
+                index = pending.pop(task)
+                if event is not None:  # the next one is made while this one is written
+                    pending[asyncio.create_task(_next(generators[index]))] = index
+                    yield index, event
+    finally:
+        await _end([stopping, *pending])
+        for generator in generators:
+            await generator.aclose()
+
+
+async def _next(generator: AsyncGenerator[Event, None]) -> Event | None:
+    return await anext(generator, None)
+
+
+async def _end(tasks: Sequence[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

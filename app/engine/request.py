@@ -1,0 +1,155 @@
+"""What the API asks of a text engine and what comes back: frozen values and the protocol between them.
+
+Knows no HTTP, no tokenizer internals and no network. Errors travel as exceptions: `RequestError` for what the
+caller did wrong, `routing.errors` for what the network did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from app.engine.tokenizer import ChatTokenizer
+    from slicing.sampler import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+ModelState = Literal["ready", "partial", "loading"]
+
+
+class RequestError(Exception):
+    """The caller asked for something that cannot be done: an HTTP 400 (or `status`) that names the field.
+
+    `param` is the dotted path of the field; the text never quotes the prompt.
+    """
+
+    def __init__(self, param: str | None, code: str | None, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.message = message
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One answer to make: `len(prompt_ids) + max_tokens` fits the model's positions.
+
+    `continues_text` says that the answer carries on the last words of the prompt (a trailing assistant
+    message), so that a leading space belongs to it. `deadline_s` is the time left from now; None = no limit.
+    """
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...] = field(repr=False)
+    sampling: SamplingParams = field(repr=False)
+    max_tokens: int
+    stop: tuple[str, ...] = field(default=(), repr=False)
+    stop_token_ids: frozenset[int] = frozenset()
+    deadline_s: float | None = None
+    continues_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one answer went, in seconds. `tokens` counts generated ones.
+
+    `compute_s`, `network_s`, `crypto_s` and `queue_s` are sums over the hops, `local_s` is the ends and the
+    sampler in the gateway.
+    """
+
+    total_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+    compute_s: float = 0.0
+    network_s: float = 0.0
+    crypto_s: float = 0.0
+    queue_s: float = 0.0
+    local_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The route is open and the work has begun: always the first event."""
+
+    prompt_tokens: int
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`done` of `total` prompt tokens have gone through the chain."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that is final: whole characters, nothing of a stop string. Empty while some are held back."""
+
+    text: str = field(repr=False)
+    num_tokens: int = 1
+    timings: Timings | None = None  # of the answer so far, where the engine tells
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Always the last event of an answer that succeeded."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    timings: Timings
+    replays: int = 0
+    fingerprint: str = ""
+
+
+GenerationEvent = Admitted | PrefillProgress | TextDelta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """Whether a whole route exists now; `missing` holds half-open layer ranges that no live node serves."""
+
+    state: ModelState
+    num_layers: int
+    missing: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def layers_covered(self) -> int:
+        return self.num_layers - sum(end - start for start, end in self.missing)
+
+
+class TextEngine(Protocol):
+    """Makes text answers for one model."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def coverage(self) -> ModelStatus:
+        """Say what can be served at this moment; cheap, called on every request and scrape."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Yield `Admitted`, then progress and text, then `Finished`.
+
+        Closing the generator, or cancelling the task that waits for its next event, frees the session on
+        every node. Raises `RequestError`, `routing.errors.NoRouteError` or `routing.errors.RemoteError`.
+        """
+        ...

@@ -1,0 +1,113 @@
+"""One model's tokenizer, as the gateway uses it: messages to prompt ids, generated ids to text.
+
+Knows the tokenizer files of a model folder; knows no weights, no HTTP and no network. Safe to use from
+several threads (a tokenizer keeps settings between calls, so encoding takes a lock).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from app.engine.chat_template import ChatTemplate, Message
+from app.engine.defaults import GenerationDefaults
+from app.engine.stop_scanner import StopScanner
+from app.engine.text_decoder import ByteDecoder, TextDecoder, WindowDecoder
+from app.engine.token_bytes import TokenBytes, decode
+
+CONTEXT_IDS = 8  # ids of the prompt that decide about the first characters of a continued text
+
+
+class ChatTokenizer:
+    """Encodes prompts and decodes answers of one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        self.folder = folder
+        self.created = _age(folder)
+        self.defaults = GenerationDefaults.read(folder)
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._token_bytes = TokenBytes.of(tokenizer)
+        self._template = ChatTemplate(tokenizer)
+        self.stop_token_ids = self._find_stop_token_ids()
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTokenizer:
+        """Read tokenizer, chat template and generation defaults of a model folder; runs no code from it."""
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return cls(tokenizer, folder)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template.exists
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        continue_final: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Return the prompt ids of a chat; see `ChatTemplate.render`. Slow for long chats: use a thread."""
+        with self._lock:
+            return self._template.render(messages, continue_final=continue_final, variables=variables)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of plain text, without special tokens added."""
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids in one go, special tokens left out."""
+        return decode(self._tokenizer, list(ids))
+
+    def answer_text(self, stops: Sequence[str] = (), *, continued_ids: Sequence[int] = ()) -> AnswerText:
+        """Begin the text of an answer.
+
+        Give the prompt's ids as `continued_ids` when the answer carries on their text: then a leading space
+        is part of it, while a fresh answer drops the one that SentencePiece decoding drops.
+        """
+        return AnswerText(self._new_decoder(continued_ids), stops)
+
+    def _new_decoder(self, context: Sequence[int]) -> TextDecoder:
+        if self._token_bytes is not None:
+            return ByteDecoder(self._token_bytes, 0 if context else self._token_bytes.strip_spaces)
+        return WindowDecoder(partial(decode, self._tokenizer), context[-CONTEXT_IDS:])
+
+    def _find_stop_token_ids(self) -> frozenset[int]:
+        own = self._tokenizer.eos_token_id
+        stated = self.defaults.stop_token_ids | (frozenset() if own is None else {own})
+        return frozenset(stated) | self._template.end_of_turn_ids()
+
+
+class AnswerText:
+    """The text of one answer, as its token ids come: whole characters, up to the first stop string."""
+
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()) -> None:
+        self._decoder = decoder
+        self._scanner = StopScanner(stops)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once a stop string was found: the answer ends here, with reason "stop"."""
+        return self._scanner.is_stopped
+
+    def push(self, token_id: int) -> str:
+        """Take the next generated id and return the text that is final because of it, perhaps ""."""
+        return self._scanner.push(self._decoder.push(token_id))
+
+    def finish(self) -> str:
+        """Return the text still held back, when the answer ends for another reason than a stop string."""
+        return self._scanner.finish()
+
+
+def _age(folder: Path) -> int:
+    """When the model's files were written, in Unix seconds: what `created` of a model means to clients."""
+    config = folder / "config.json"
+    return int((config if config.exists() else folder).stat().st_mtime)

@@ -1,0 +1,125 @@
+"""Puts the gateway together: settings, engines and metrics in, an ASGI application out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+
+from app.api import chat, models
+from app.api.chat import ChatCompletions
+from app.api.chat_reply import ChatCompletion, ErrorEnvelope
+from app.api.health import Health
+from app.api.middleware import ApiKeys, ErrorBoundary, HostCheck, PathAliases, RequestIds
+from app.api.models import Models
+from app.api.protocol import ChatRequest
+from app.engine.request import TextEngine
+from app.gateway import Gateway
+from app.metrics import GatewayMetrics
+from app.settings import GatewaySettings
+
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "server-timing", "openai-processing-ms")
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorEnvelope, "description": "The request is wrong; `param` names the field"},
+    "5XX": {"model": ErrorEnvelope, "description": "The request cannot be served"},
+}
+
+
+def create_app(
+    settings: GatewaySettings, engines: Mapping[str, TextEngine], metrics: GatewayMetrics
+) -> FastAPI:
+    """Build the application over `engines`, by model id; they may be added to later. `app.state.gateway` drains it."""
+    gateway = Gateway(settings, engines, metrics)
+    metrics.watch_coverage(engines)
+    app = FastAPI(title="Diffuse", redirect_slashes=False, separate_input_output_schemas=False)
+    app.state.gateway = gateway
+    _add_routes(app, gateway)
+    _add_middleware(app, gateway)
+    for foreign in (HTTPException, RequestValidationError):
+        app.add_exception_handler(foreign, _pass_on)
+    return app
+
+
+def serve_config(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
+    """Return how uvicorn runs the application: no access log (paths and ids are in ours), no version header."""
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=int(settings.drain_s) + 1,
+    )
+
+
+def _add_routes(app: FastAPI, gateway: Gateway) -> None:
+    completions, listing, health = ChatCompletions(gateway), Models(gateway), Health(gateway)
+    app.add_api_route(
+        chat.PATH,
+        completions.create,
+        methods=["POST"],
+        response_model=None,
+        responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **ERRORS},
+        openapi_extra={"requestBody": _json_body(ChatRequest)},
+    )
+    app.add_api_route(models.PATH, listing.index, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route(models.ONE_PATH, listing.retrieve, methods=["GET", "HEAD"], response_model=None)
+    for path, endpoint in (
+        ("/health", health.health),
+        ("/ready", health.ready),
+        ("/version", health.version),
+        ("/metrics", health.metrics),
+    ):
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+
+
+def _add_middleware(app: FastAPI, gateway: Gateway) -> None:
+    """Wrap the routes; the first of the list is the outermost."""
+    settings = gateway.settings
+    paths = {route.path for route in app.routes if hasattr(route, "path")}
+    keys = [key.get_secret_value() for key in settings.api_keys]
+    layers = [
+        Middleware(RequestIds),
+        *_cors(settings),
+        Middleware(ErrorBoundary, gateway=gateway),
+        Middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts),
+        Middleware(PathAliases, paths=paths),
+        Middleware(ApiKeys, keys=keys, metrics_are_open=settings.is_loopback),
+    ]
+    app.user_middleware[:] = layers
+
+
+def _cors(settings: GatewaySettings) -> list[Middleware]:
+    """Pages of other origins may call only where that was asked for."""
+    if not settings.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    ]
+
+
+def _json_body(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+async def _pass_on(request: Request, error: Exception) -> NoReturn:
+    """Let the error boundary translate what Starlette and FastAPI raise themselves."""
+    raise error

@@ -1,0 +1,172 @@
+"""Prometheus metrics of the gateway, in a registry of their own that is passed down.
+
+Labels are the model, the endpoint, the finish reason and the error code; never a request id, a key, a prompt
+or a path that a client made up. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from app.engine.request import Finished, TextEngine, Timings
+
+# A prompt on a slow chain takes minutes, so the tails are long (openai.md, section 2.2).
+ANSWER_BUCKETS = (0.1, 0.3, 0.8, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560, 7680)
+FIRST_TOKEN_BUCKETS = (0.01, 0.03, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 640, 2560)
+TOKEN_BUCKETS = (
+    0.0003,
+    0.001,
+    0.003,
+    0.006,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.08,
+    0.15,
+    0.3,
+    0.6,
+    1.2,
+    2.5,
+    5,
+    10,
+    40,
+)
+
+
+class GatewayMetrics:
+    """All metrics of one gateway."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.answers = self._counter("answers", "Choices finished", ["model", "endpoint", "finish_reason"])
+        self.errors = self._counter("request_errors", "Requests refused or failed", ["endpoint", "code"])
+        self.aborts = self._counter("requests_aborted", "Requests whose client left", ["endpoint"])
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in", ["model"])
+        self.generated_tokens = self._counter("generated_tokens", "Tokens generated", ["model"])
+        self.replays = self._counter("replays", "Routes rebuilt in the middle of an answer", ["model"])
+        self.running = Gauge(
+            "diffuse_requests_running", "Requests being answered", ["model"], registry=self.registry
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "Arrival to first text, streams only",
+            ["model"],
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.inter_token = self._histogram(
+            "inter_token_seconds", "Between tokens of a choice", ["model"], TOKEN_BUCKETS
+        )
+        self.request_seconds = self._histogram(
+            "request_seconds", "Arrival to the end of the answer", ["model", "endpoint"], ANSWER_BUCKETS
+        )
+        self.token_seconds = self._histogram(
+            "token_seconds",
+            "Share of a token's time, averaged over an answer",
+            ["model", "part"],
+            TOKEN_BUCKETS,
+        )
+
+    def watch_coverage(self, engines: Mapping[str, TextEngine]) -> None:
+        """Report at every scrape how many layers of each model live nodes serve."""
+        self.registry.register(_LayerCoverage(engines))
+
+    def count_error(self, endpoint: str, code: str) -> None:
+        self.errors.labels(endpoint, code).inc()
+
+    def render(self) -> bytes:
+        """Return the text exposition format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"diffuse_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, labels: list[str], buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"diffuse_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+
+class RequestMeter:
+    """Times one accepted request, which ends as finished, failed or aborted."""
+
+    def __init__(
+        self, metrics: GatewayMetrics, *, model: str, endpoint: str, is_stream: bool, arrived: float
+    ) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._endpoint = endpoint
+        self._is_stream = is_stream
+        self._arrived = arrived  # on time.perf_counter
+        self._last_token: dict[int, float] = {}  # by choice
+
+    def begin(self) -> None:
+        self._metrics.running.labels(self._model).inc()
+
+    def end(self) -> None:
+        self._metrics.running.labels(self._model).dec()
+
+    def count_prompt(self, num_tokens: int) -> None:
+        self._metrics.prompt_tokens.labels(self._model).inc(num_tokens)
+
+    def count_tokens(self, choice: int, num_tokens: int) -> None:
+        """Note generated tokens the moment they come."""
+        now = time.perf_counter()
+        self._metrics.generated_tokens.labels(self._model).inc(num_tokens)
+        previous = self._last_token.get(choice)
+        if previous is not None:
+            for _ in range(num_tokens):
+                self._metrics.inter_token.labels(self._model).observe((now - previous) / num_tokens)
+        elif self._is_stream and not self._last_token:
+            self._metrics.first_token.labels(self._model).observe(now - self._arrived)
+        self._last_token[choice] = now
+
+    def count_finished(self, finished: Finished) -> None:
+        """Note one finished choice."""
+        self._metrics.answers.labels(self._model, self._endpoint, finished.reason).inc()
+        self._metrics.replays.labels(self._model).inc(finished.replays)
+        for part, seconds in _parts(finished.timings):
+            share = seconds / max(1, finished.timings.tokens)
+            self._metrics.token_seconds.labels(self._model, part).observe(share)
+
+    def count_answered(self) -> None:
+        """Note that the whole request succeeded."""
+        took = time.perf_counter() - self._arrived
+        self._metrics.request_seconds.labels(self._model, self._endpoint).observe(took)
+
+    def count_aborted(self) -> None:
+        self._metrics.aborts.labels(self._endpoint).inc()
+
+
+def _parts(timings: Timings) -> Iterable[tuple[str, float]]:
+    yield "compute", timings.compute_s
+    yield "network", timings.network_s
+    yield "crypto", timings.crypto_s
+    yield "queue", timings.queue_s
+    yield "local", timings.local_s
+
+
+class _LayerCoverage(Collector):
+    """Asks the engines when Prometheus asks us, so the numbers are never stale."""
+
+    def __init__(self, engines: Mapping[str, TextEngine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        layers = GaugeMetricFamily("diffuse_model_layers", "Layers of the model", labels=["model"])
+        covered = GaugeMetricFamily(
+            "diffuse_model_layers_covered", "Layers that are served", labels=["model"]
+        )
+        ready = GaugeMetricFamily("diffuse_model_ready", "1 when a whole route exists", labels=["model"])
+        for name, engine in self._engines.items():
+            status = engine.coverage()
+            layers.add_metric([name], status.num_layers)
+            covered.add_metric([name], status.layers_covered)
+            ready.add_metric([name], float(status.is_ready))
+        return [layers, covered, ready]

@@ -1,0 +1,102 @@
+"""What the gateway is told before it starts: where it listens, who may use it, and its limits.
+
+Read once from `DIFFUSE_*` variables or from flags of the same names, checked here, trusted everywhere else.
+Which model and which nodes stand behind it is said in `app.engine.swarm.SwarmSettings`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+MAX_BODY_BYTES = 32 << 20  # of a JSON request: openai.md, section 1.1
+MAX_REQUESTS = 32  # answers at once; each holds a session on every node of its route
+MAX_CHOICES = 8
+KEEPALIVE_S = 10.0  # proxies and read time-outs need a sign of life this often: openai.md, section 0
+HEARTBEAT_S = 30.0  # clients that ignore comments need a parsed chunk at least every 60 s
+
+
+class GatewaySettings(BaseSettings):
+    """Settings of `diffuse serve` about HTTP. Lists are comma-separated in the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="DIFFUSE_", frozen=True, extra="ignore")
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0 binds a free one
+
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    allow_open: bool = False  # serve without a key on an address that others can reach
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()  # more `Host` names; "*" allows any
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()  # browsers' pages that may call; "*" allows any
+    model_aliases: Annotated[dict[str, str], NoDecode] = {}  # other names for a model: "gpt-4o-mini=smollm2"
+
+    max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
+    max_choices: Annotated[int, Field(ge=1)] = MAX_CHOICES
+    max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    request_timeout_s: Annotated[float, Field(ge=0)] = 0.0  # of one answer; 0 = no limit
+    keepalive_s: Annotated[float, Field(ge=0)] = KEEPALIVE_S  # comment lines in a silent stream; 0 = off
+    heartbeat_s: Annotated[float, Field(gt=0)] = HEARTBEAT_S  # empty chunks in a silent stream
+    drain_s: Annotated[float, Field(ge=0)] = (
+        10.0  # how long running answers may take when we are told to stop
+    )
+
+    @field_validator("api_keys", "allowed_hosts", "cors_origins", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return (
+            tuple(part for item in value.split(",") if (part := item.strip()))
+            if isinstance(value, str)
+            else value
+        )
+
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _pair(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        if any(not (alias.strip() and model.strip()) for alias, _, model in pairs):
+            raise ValueError("write aliases as alias=model, separated by commas")
+        return {alias.strip(): model.strip() for alias, _, model in pairs}
+
+    @field_validator("api_keys")
+    @classmethod
+    def _no_weak_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            if not key.get_secret_value().isascii() or any(c.isspace() for c in key.get_secret_value()):
+                raise ValueError("an API key is ASCII without spaces: it travels in a header")
+        return keys
+
+    @model_validator(mode="after")
+    def _closed_to_others(self) -> Self:
+        if not (self.is_loopback or self.api_keys or self.allow_open):
+            raise ValueError(
+                f"{self.host} can be reached by others: set an API key (--api-key, DIFFUSE_API_KEYS), "
+                "or say --allow-open"
+            )
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect to the address we bind."""
+        return is_loopback_host(self.host)
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a host name or address, without port, means this machine only."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    address = parse_ip(host)
+    return address is not None and address.is_loopback
+
+
+def parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that `host` spells, with or without brackets; None for a name."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None

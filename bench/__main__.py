@@ -1,0 +1,43 @@
+"""`python -m bench [--only NAME …] [--pairs N]`: every section of the bench, or some."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from bench.hops import measure_hops
+from bench.ledger import measure_ledger
+from bench.nodes import measure_nodes
+from bench.report import Report
+from bench.split import measure_split
+
+SECTIONS = ("ledger", "split", "hops", "nodes")
+
+
+async def _run(only: list[str], pairs: int) -> None:
+    report = Report()
+    if "ledger" in only:
+        measure_ledger(report)
+    if "nodes" in only:
+        await measure_nodes(report)
+    if "hops" in only:
+        await measure_hops(report, repeats=max(3, pairs // 2))
+    if "split" in only:
+        await measure_split(report, pairs)
+    report.write()
+
+
+def main() -> None:
+    """Parse the flags and measure."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--pairs", type=int, default=10, help="alternated pairs of the split cost")
+    options = parser.parse_args()
+    asyncio.run(_run(options.only, options.pairs))
+
+
+if __name__ == "__main__":
+    main()

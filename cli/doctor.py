@@ -1,0 +1,189 @@
+"""`diffuse doctor`: look at everything that can be wrong, and name the exact layer range, port or key."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from cli import failures, show
+from cli import options as opt
+
+if TYPE_CHECKING:
+    from cli.diagnosis import Finding
+
+MAX_CLOCK_SKEW_S: Final = 300.0  # what the certificates of the handshake bear
+FREE_MEMORY_WANTED: Final = 1 << 30  # the default model's ends, and its nodes, fit in that
+_PACKAGES: Final = ("diffuse", "torch", "transformers", "cryptography", "websockets")
+_MARKS: Final = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("problem", "red")}
+
+
+def doctor(
+    node: opt.NodesOption = None,
+    url: opt.UrlOption = None,
+    api_key: opt.ApiKeyOption = None,
+    port: Annotated[int, typer.Option("--port", help="The port a gateway would use here.")] = 8000,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="A key file to check; else the usual one.")
+    ] = None,
+    psk_file: opt.PskFileOption = None,
+    network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    ends: opt.EndsOption = opt.Ends.LOCAL,
+    local_layers: opt.LocalLayersOption = "1:0",
+    json: opt.JsonOption = False,
+) -> None:
+    """Check this machine, a gateway (--url) and nodes (--node); exit with 1 if anything is wrong."""
+    first, last = opt.parse_local_layers(local_layers)
+    findings = [*_versions(), *_memory(), *_key_files(key, psk_file)]
+    findings += [_gateway(url, api_key)] if url else [_port(port)]
+    if node and not any(
+        finding.subject == "--psk-file" and finding.level == "problem" for finding in findings
+    ):
+        findings += _nodes(node, network, psk_file, ends, (first, last))
+    _print(findings, as_json=json)
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(failures.EXIT_FAILURE)
+
+
+def _print(findings: list[Finding], *, as_json: bool) -> None:
+    if as_json:
+        rows: list[dict[str, Any]] = [
+            {"level": finding.level, "subject": finding.subject, "text": finding.text} for finding in findings
+        ]
+        show.print_json({"findings": rows, "healthy": all(row["level"] != "problem" for row in rows)})
+        return
+    for finding in findings:
+        mark, color = _MARKS[finding.level]
+        typer.echo(f"{typer.style(f'{mark:8}', fg=color)} {finding.subject}: {finding.text}")
+
+
+def _versions() -> Iterator[Finding]:
+    from cli.diagnosis import Finding
+
+    found = [f"{name} {_version(name)}" for name in _PACKAGES]
+    yield Finding("ok", "versions", ", ".join(found))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _memory() -> Iterator[Finding]:
+    import psutil
+
+    from cli.diagnosis import Finding
+
+    free = psutil.virtual_memory().available
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    text = f"{cores} cores, {show.size(free)} of memory free"
+    if free < FREE_MEMORY_WANTED:
+        yield Finding(
+            "warning", "machine", f"{text}: the default swarm wants {show.size(FREE_MEMORY_WANTED)}"
+        )
+    else:
+        yield Finding("ok", "machine", text)
+
+
+def _key_files(key: Path | None, psk_file: Path | None) -> Iterator[Finding]:
+    from cli.keys import default_key_path
+    from cli.membership import read_psk
+    from routing.identity import Identity
+
+    if key is None and default_key_path().exists():
+        key = default_key_path()
+    if key is not None:
+        yield _readable("--key", lambda: f"{key} is node {Identity.load(key).node_id.hex()}")
+    if psk_file is not None:
+        yield _readable("--psk-file", lambda: f"{psk_file} holds {len(read_psk(psk_file))} bytes, private")
+
+
+def _readable(subject: str, read: Callable[[], str]) -> Finding:
+    from cli.diagnosis import Finding
+    from routing.errors import SettingsError
+
+    try:
+        return Finding("ok", subject, read())
+    except SettingsError as error:
+        return Finding("problem", subject, str(error))
+
+
+def _port(port: int) -> Finding:
+    """Whether a gateway could listen here; one that does already is no problem."""
+    from cli.diagnosis import Finding
+    from cli.ports import bind_loopback
+
+    subject = f"port {port}"
+    try:
+        with bind_loopback(port):
+            return Finding("ok", subject, "free")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return Finding(
+                "problem", subject, f"cannot be bound: {error.strerror}; choose another with --port"
+            )
+    gateway = _gateway(f"http://127.0.0.1:{port}/v1", None)
+    if gateway.level == "problem":
+        return Finding(
+            "problem", subject, "another program listens there: stop it, or choose another with --port"
+        )
+    return gateway
+
+
+def _gateway(url: str, api_key: str | None) -> Finding:
+    from cli.diagnosis import Finding
+    from cli.gateway import GatewayError, base_url, open_gateway
+
+    async def look() -> tuple[list[dict[str, Any]], str | None]:
+        async with open_gateway(url, api_key=api_key, model="") as gateway:
+            return await gateway.list_models(), gateway.date
+
+    subject = f"gateway {base_url(url)}"
+    try:
+        listed, date = asyncio.run(look())
+    except GatewayError as error:
+        return Finding("problem", subject, str(error))
+    if (skew := _clock_skew_s(date)) is not None and abs(skew) > MAX_CLOCK_SKEW_S:
+        return Finding(
+            "problem", subject, f"its clock differs from ours by {abs(skew):.0f} s: set both clocks"
+        )
+    broken = [entry for entry in listed if entry.get("status", "ready") != "ready"]
+    if broken or not listed:
+        from cli.models import status_of
+
+        told = "; ".join(f"{entry.get('id')}: {status_of(entry)}" for entry in broken) or "lists no model"
+        return Finding("problem", subject, told)
+    return Finding("ok", subject, "serves " + ", ".join(str(entry.get("id")) for entry in listed))
+
+
+def _clock_skew_s(date: str | None) -> float | None:
+    """Seconds that the other clock is ahead of ours."""
+    try:
+        told: datetime | None = parsedate_to_datetime(date) if date else None
+    except ValueError:
+        return None
+    return told.timestamp() - time.time() if told else None
+
+
+def _nodes(
+    node: list[str], network: str, psk_file: Path | None, ends: opt.Ends, local_layers: tuple[int, int]
+) -> list[Finding]:
+    from cli.diagnosis import HomeParts, examine
+    from cli.membership import read_membership
+    from cli.survey import survey
+    from routing.addresses import parse_address
+
+    addresses = [parse_address(text) for text in node]
+    reports = asyncio.run(survey(addresses, read_membership(network, psk_file)))
+    return examine(reports, HomeParts(*local_layers, is_thin=ends is opt.Ends.REMOTE))

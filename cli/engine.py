@@ -1,0 +1,169 @@
+"""The engine in this process as an `Answerer`: what `query --node` and its like run instead of asking a
+gateway.
+
+The one file of the asking commands that imports torch, and only once it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cli import show
+from cli.answer import End, Piece, Question, Timings
+from cli.failures import CommandError
+from cli.options import parse_local_layers, use_threads
+from cli.runtime import start_logging
+from cli.survey import name_of
+from cli.target import Target
+
+if TYPE_CHECKING:
+    from app.engine import request as engine_request
+    from app.engine.request import ModelStatus
+    from app.engine.swarm import SwarmSettings
+    from app.engine.text import ChainTextEngine
+    from slicing.sampler import SamplingParams
+
+ANSWER_THREADS = 1  # several of these run on one machine at once, beside its nodes
+
+
+@asynccontextmanager
+async def open_nodes(target: Target, model: str) -> AsyncIterator[Engine]:
+    """Load the ends, link to the nodes, and check that together they serve every layer."""
+    start_logging(logging.ERROR)  # what goes wrong is said once, by the command
+    settings = _settings(target, model)
+    from app.engine.swarm import open_swarm
+
+    async with open_swarm(settings) as swarm:
+        status = swarm.engine.coverage()
+        if not status.is_ready:
+            reasons = [
+                f"{name_of(address)}: {reason}" for address, reason in swarm.directory.last_errors.items()
+            ]
+            raise CommandError("; ".join([_missing(status), *reasons]))
+        yield Engine(swarm.engine)
+
+
+def _missing(status: ModelStatus) -> str:
+    """Name the layers that nobody serves, or what else a route lacks."""
+    if status.missing:
+        return f"no node serves layers {show.ranges(status.missing)} of {status.num_layers}"
+    return "no route: the first and last node must be started with --hold-ends"
+
+
+def _settings(target: Target, model: str) -> SwarmSettings:
+    from cli.membership import read_membership
+    from routing.addresses import parse_address
+
+    membership = read_membership(target.network, target.psk_file)
+    nodes = tuple(parse_address(text) for text in target.nodes)
+    threads = target.threads or ANSWER_THREADS
+    use_threads(threads)  # before the import below brings torch in
+    from app.engine.swarm import SwarmSettings
+
+    return SwarmSettings(
+        model=model,
+        nodes=nodes,
+        network_id=membership.network_id,
+        ends=target.ends.value,
+        local_layers=parse_local_layers(target.local_layers),
+        wire=target.wire.value,
+        psk=membership.psk,
+        threads=threads,
+    )
+
+
+class Engine:
+    """An `Answerer` over a chain of nodes."""
+
+    def __init__(self, engine: ChainTextEngine) -> None:
+        self._engine = engine
+
+    @property
+    def model(self) -> str:
+        return self._engine.model_name
+
+    async def answer(self, question: Question) -> AsyncGenerator[Piece | End, None]:
+        """Yield the answer's pieces, then its `End`; raises what the engine raises."""
+        from app.engine.request import Finished, TextDelta
+
+        request = await self._request(question)
+        async with aclosing(self._engine.generate(request)) as events:
+            async for event in events:
+                match event:
+                    case TextDelta():
+                        yield Piece(event.text, _timings(event.timings) if event.timings else None)
+                    case Finished():
+                        yield _end(event)
+
+    async def _request(self, question: Question) -> engine_request.GenerationRequest:
+        from app.engine.request import GenerationRequest
+
+        tokenizer = self._engine.tokenizer
+        prompt_ids = await asyncio.to_thread(self._prompt_ids, question)
+        room = self._engine.max_positions - len(prompt_ids)
+        if room < 1:
+            raise CommandError(
+                f"the prompt has {len(prompt_ids)} tokens, but this model's maximum context length is "
+                f"{self._engine.max_positions}"
+            )
+        return GenerationRequest(
+            request_id=secrets.token_hex(8),
+            model=self.model,
+            prompt_ids=prompt_ids,
+            sampling=self._sampling(question),
+            max_tokens=min(question.max_tokens or room, room),
+            stop_token_ids=frozenset() if question.ignore_eos else tokenizer.stop_token_ids,
+            continues_text=question.raw_prompt is not None,
+        )
+
+    def _prompt_ids(self, question: Question) -> tuple[int, ...]:
+        tokenizer = self._engine.tokenizer
+        if question.raw_prompt is not None:
+            return tuple(tokenizer.encode(question.raw_prompt))
+        return tokenizer.render(question.messages)
+
+    def _sampling(self, question: Question) -> SamplingParams:
+        """The question's own choices over the model's defaults; a seed of our own where none is given."""
+        from slicing.sampler import SamplingParams
+
+        defaults = self._engine.tokenizer.defaults
+        params = SamplingParams(
+            temperature=defaults.temperature,
+            top_k=defaults.top_k,
+            top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+            seed=secrets.randbits(63) if question.seed is None else question.seed,
+        )
+        return params if question.temperature is None else replace(params, temperature=question.temperature)
+
+
+def _end(finished: engine_request.Finished) -> End:
+    return End(
+        finished.reason,
+        _timings(finished.timings),
+        finished.prompt_tokens,
+        finished.completion_tokens,
+        finished.replays,
+        finished.fingerprint,
+    )
+
+
+def _timings(told: engine_request.Timings) -> Timings:
+    return Timings(
+        total_s=told.total_s,
+        prefill_s=told.prefill_s,
+        tokens=told.tokens,
+        decode_s=told.decode_s,
+        compute_s=told.compute_s,
+        local_s=told.local_s,
+        network_s=told.network_s,
+        crypto_s=told.crypto_s,
+        queue_s=told.queue_s,
+    )

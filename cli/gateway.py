@@ -1,0 +1,245 @@
+"""A gateway as a client sees it: the models it lists, and answers read from its event stream.
+
+Speaks the OpenAI chat API over httpx, and nothing else: no torch, no node is ever dialled from here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from cli.answer import End, Piece, Question, Timings
+from cli.failures import CommandError
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
+CONNECT_TIMEOUT_S: Final = 5.0
+_SHARES: Final = ("compute_s", "local_s", "network_s", "crypto_s", "queue_s")  # in the order of Timings
+READ_TIMEOUT_S: Final = 120.0  # a gateway that is alive sends a comment line every 10 s
+
+
+class GatewayError(CommandError):
+    """The gateway cannot be reached, or refused or failed the request."""
+
+
+def base_url(url: str) -> str:
+    """Complete what people type: `localhost:8000` means `http://localhost:8000/v1`."""
+    full = url if "://" in url else f"http://{url}"
+    parts = urlsplit(full)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise CommandError(f"--url {url}: give it as http://HOST:PORT/v1")
+    return full.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
+
+
+@asynccontextmanager
+async def open_gateway(
+    url: str, *, api_key: str | None = None, model: str | None = None
+) -> AsyncIterator[Gateway]:
+    """Connect to a gateway and settle which of its models is meant (the first one unless named)."""
+    base = base_url(url)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    trust_env = not _is_loopback(base)  # a proxy in the environment can't reach our own machine
+    async with httpx.AsyncClient(
+        base_url=base, headers=headers, timeout=timeout, trust_env=trust_env
+    ) as client:
+        gateway = Gateway(client, base, model or "")
+        if model is None:
+            gateway.model = await gateway.first_model()
+        yield gateway
+
+
+class Gateway:
+    """An `Answerer` over HTTP."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, model: str) -> None:
+        self._client = client
+        self.url = url
+        self.model = model
+        self.date: str | None = None  # the Date header of the last reply, for comparing clocks
+
+    async def first_model(self) -> str:
+        """The name of the first model listed."""
+        listed = await self.list_models()
+        if not listed:
+            raise GatewayError(f"the gateway at {self.url} lists no model")
+        return str(listed[0]["id"])
+
+    async def list_models(self) -> list[dict[str, Any]]:
+        """Every entry of `/v1/models`."""
+        reply = await self._get("models")
+        entries = reply.get("data")
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+    async def answer(self, question: Question) -> AsyncGenerator[Piece | End, None]:
+        """Stream one chat completion; raises `GatewayError` on refusal, in-band error or a cut stream."""
+        reading = _Reading()
+        try:
+            async with self._client.stream("POST", "chat/completions", json=self._body(question)) as response:
+                await self._check(response)
+                async for line in response.aiter_lines():
+                    for piece in reading.read(line):
+                        yield piece
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        yield reading.end()
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        if question.raw_prompt is not None:
+            raise CommandError("--raw needs --node: a gateway's chat API always applies the chat template")
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(question.messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "timings_per_token": True,
+        }
+        optional = {
+            "max_tokens": question.max_tokens,
+            "temperature": question.temperature,
+            "seed": question.seed,
+            "ignore_eos": question.ignore_eos or None,
+        }
+        return body | {name: value for name, value in optional.items() if value is not None}
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        try:
+            response = await self._client.get(path)
+            self.date = response.headers.get("date")
+            await self._check(response)
+            reply = response.json()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        except ValueError:
+            raise self._no_gateway() from None
+        if not isinstance(reply, dict):
+            raise self._no_gateway()
+        return reply
+
+    async def _check(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        await response.aread()
+        message = (
+            _message_of(response) or f"HTTP {response.status_code} from {self.url}; is it a Diffuse gateway?"
+        )
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            message += " (give the key with --api-key or DIFFUSE_API_KEY)"
+        raise GatewayError(message)
+
+    def _unreachable(self, error: httpx.HTTPError) -> GatewayError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return GatewayError(
+                f"no gateway answers at {self.url}: start one with `diffuse up`, name another with --url, "
+                "or run the engine here with --node"
+            )
+        return GatewayError(f"the gateway at {self.url} went away: {error or type(error).__name__}")
+
+    def _no_gateway(self) -> GatewayError:
+        return GatewayError(f"{self.url} does not answer like a gateway; check --url")
+
+
+class _Reading:
+    """The state of one event stream: what has come so far, and when."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._first_s: float | None = None
+        self._pieces = 0
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] = {}
+        self._timings: dict[str, Any] = {}
+        self._replays = 0
+        self._fingerprint = ""
+
+    def read(self, line: str) -> list[Piece]:
+        """Take one line; comments, other fields and the end mark say nothing."""
+        if not line.startswith("data:") or (payload := line[5:].strip()) in ("", "[DONE]"):
+            return []
+        chunk = _decode(payload)
+        if (error := chunk.get("error")) is not None:
+            raise GatewayError(_text_of(error) or "the gateway failed without saying why")
+        self._note(chunk)
+        return [Piece(text, self._so_far()) for text in self._texts(chunk)]
+
+    def end(self) -> End:
+        """What to say once the stream is over; a stream without a finish reason was cut."""
+        if self._finish_reason is None:
+            raise GatewayError("the gateway's answer was cut short")
+        completion = int(self._usage.get("completion_tokens", self._pieces))
+        return End(
+            self._finish_reason,
+            self._final(completion),
+            prompt_tokens=int(self._usage.get("prompt_tokens", 0)),
+            completion_tokens=completion,
+            replays=self._replays,
+            fingerprint=self._fingerprint,
+        )
+
+    def _note(self, chunk: dict[str, Any]) -> None:
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._usage = usage
+        if isinstance(timings := chunk.get("timings"), dict):
+            self._timings = timings
+        self._replays = int(chunk.get("replays") or self._replays)
+        self._fingerprint = chunk.get("system_fingerprint") or self._fingerprint
+
+    def _texts(self, chunk: dict[str, Any]) -> list[str]:
+        texts = []
+        for choice in chunk.get("choices") or []:
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if text := (choice.get("delta") or {}).get("content"):
+                self._pieces += 1
+                self._first_s = self._first_s or time.perf_counter() - self._began
+                texts.append(text)
+        return texts
+
+    def _so_far(self) -> Timings:
+        return self._final(self._pieces)
+
+    def _final(self, tokens: int) -> Timings:
+        """The gateway's own numbers where it gives them, else what we could see from here."""
+        total_s = time.perf_counter() - self._began
+        told = self._timings
+        prefill_s = told.get("prefill_s", self._first_s or total_s)
+        decode_s = told.get("decode_s", max(total_s - prefill_s, 0.0))
+        return Timings(total_s, prefill_s, told.get("tokens", tokens), decode_s, *map(told.get, _SHARES))
+
+
+def _decode(payload: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(payload)
+    except ValueError:
+        raise GatewayError("the gateway sent an event that is not JSON") from None
+    if not isinstance(chunk, dict):
+        raise GatewayError("the gateway sent an event that is not an object")
+    return chunk
+
+
+def _message_of(response: httpx.Response) -> str | None:
+    try:
+        reply = response.json()
+    except ValueError:
+        return None
+    return _text_of(reply.get("error")) if isinstance(reply, dict) else None
+
+
+def _text_of(error: Any) -> str | None:
+    if isinstance(error, dict):
+        message = error.get("message")
+        return str(message) if message else None
+    return str(error) if error else None
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

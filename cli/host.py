@@ -1,0 +1,103 @@
+"""`diffuse host`: serve a slice of a model to gateways and other nodes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import options as opt
+from cli import show
+from cli.telling import Teller
+
+if TYPE_CHECKING:
+    from node.settings import NodeSettings
+
+
+def host(
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers", metavar="START:END", help="Layers to serve, END not included. Left out: all."
+        ),
+    ] = None,
+    model: opt.ModelOption = opt.DEFAULT_MODEL,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="What to bind; port 0 takes a free one.")
+    ] = "127.0.0.1:0",
+    public_addr: Annotated[
+        str | None,
+        typer.Option("--public-addr", metavar="HOST:PORT", help="What to tell others, where that differs."),
+    ] = None,
+    key: opt.KeyOption = None,
+    hold_ends: Annotated[
+        bool,
+        typer.Option(
+            "--hold-ends", help="Serve gateways with --ends remote: this node may read tokens then."
+        ),
+    ] = False,
+    dtype: Annotated[
+        opt.Dtype, typer.Option("--dtype", help="Compute type; auto measures.")
+    ] = opt.Dtype.AUTO,
+    threads: opt.ThreadsOption = None,
+    network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    psk_file: opt.PskFileOption = None,
+    pad: opt.PadOption = False,
+    max_sessions: Annotated[
+        int | None,
+        typer.Option("--max-sessions", min=1, help="Sessions held at once; more are sent elsewhere."),
+    ] = None,
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-budget", metavar="SIZE", help="Memory for sessions (500MB, 2GB). Left out: a share."
+        ),
+    ] = None,
+    cache_dir: opt.CacheDirOption = None,
+    events: opt.EventsOption = opt.Events.TEXT,
+    until_eof: opt.UntilEofOption = False,
+) -> None:
+    """Serve layers of a model and print the address that gateways pass to --node."""
+    from cli.runtime import start_logging
+
+    if until_eof:
+        from cli.lifeline import end_with_parent
+
+        end_with_parent()
+    limits = {
+        "max_sessions": max_sessions,
+        "kv_budget_bytes": opt.parse_size(kv_budget) if kv_budget else None,
+    }
+    start_logging(logging.WARNING)
+    opt.use_threads(threads)  # before anything imports torch
+    from cli.membership import read_membership
+    from node.settings import NodeSettings
+
+    membership = read_membership(network, psk_file)
+    settings = NodeSettings.model_validate(
+        {
+            "model": model,
+            "layers": layers,
+            "hold_ends": hold_ends,
+            "listen": listen,
+            "public_addr": public_addr,
+            "key_path": key,
+            "network_id": membership.network_id,
+            "psk": membership.psk,
+            "pad": pad,
+            "dtype": dtype.value,
+            "threads": threads,
+            "cache_dir": cache_dir,
+            **{name: value for name, value in limits.items() if value is not None},
+        }
+    )
+    _serve(settings, Teller(events))
+
+
+def _serve(settings: NodeSettings, teller: Teller) -> None:
+    from cli.runtime import run_fast, run_until_signal
+    from node.main import run_node
+
+    run_fast(run_until_signal(run_node(settings, on_event=teller.tell)))
+    show.note("stopped")

@@ -1,0 +1,87 @@
+"""The console script: which commands there are, and the one place where a failure becomes a line and a code.
+
+Only typer is imported here; each command imports what it needs when it runs, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cli import bench, chat, doctor, failures, host, keys, models, query, serve, show, up
+
+
+class Commands(TyperGroup):
+    """The command group, with failures turned into one line on standard error."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order they are added below, most used first."""
+        return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, typer.TyperException):
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(failures.EXIT_INTERRUPTED) from None
+        except Exception as error:
+            cause = failures.innermost(error)
+            if isinstance(cause, BrokenPipeError):
+                show.silence_stdout()  # whoever read our output has had enough
+            else:
+                failures.report(error)
+            raise typer.Exit(failures.exit_code_of(cause)) from None
+
+
+app = typer.Typer(
+    name="diffuse",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"diffuse {version('diffuse')}")
+        except PackageNotFoundError:
+            typer.echo("diffuse (not installed: run from a checkout)")
+        raise typer.Exit
+
+
+@app.callback()
+def diffuse(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Run one large model across machines that do not have to trust each other.
+
+    Set DIFFUSE_DEBUG=1 to see the traceback behind an error.
+    """
+
+
+app.command()(up.up)
+app.command()(query.query)
+app.command()(chat.chat)
+app.command()(host.host)
+app.command()(serve.serve)
+app.command()(models.models)
+app.command()(doctor.doctor)
+app.command()(bench.bench)
+app.add_typer(keys.app, name="keys")
+app.command(hidden=True)(up.prepare)
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app(prog_name="diffuse")

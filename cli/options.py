@@ -1,0 +1,185 @@
+"""Flags that several commands share, spelled and explained once, and how their values are read.
+
+Knows the syntax of flags, not what the commands do with them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+DEFAULT_MODEL: Final = "smollm2"
+DEFAULT_NETWORK: Final = "diffuse"
+
+
+class Ends(StrEnum):
+    """Where the two ends of the model run."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class Events(StrEnum):
+    """How a service tells what it is doing on standard output."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Wire(StrEnum):
+    """Element type of hidden states on the wire."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+
+
+class Dtype(StrEnum):
+    """Element type a node computes in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+ENDS_HELP: Final = (
+    "Where the ends of the model run. local: embedding, first and last layers, norm and head stay on the "
+    "gateway, and no node sees a token. remote: the gateway holds no weights; the first node reads the token "
+    "ids of the prompt and the last node reads the answer."
+)
+
+ModelOption = Annotated[
+    str, typer.Option("--model", help="Hub id, folder, .gguf file, or `smollm2`, which needs no hub.")
+]
+EndsOption = Annotated[Ends, typer.Option("--ends", help=ENDS_HELP)]
+LocalLayersOption = Annotated[
+    str,
+    typer.Option(
+        "--local-layers", metavar="K[:J]", help="First K and last J layers that stay on the gateway."
+    ),
+]
+WireOption = Annotated[
+    Wire,
+    typer.Option(
+        "--wire",
+        help="auto: what each slice computes in, nothing is lost. bf16: half of float32's bytes, at a loss.",
+    ),
+]
+NodesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node", metavar="ID@HOST:PORT", help="A node, as `diffuse host` prints it. Repeat for each."
+    ),
+]
+NetworkOption = Annotated[
+    str, typer.Option("--network", help="Name (or 64 hex digits) of the swarm; others are refused.")
+]
+PskFileOption = Annotated[
+    Path | None,
+    typer.Option("--psk-file", help="File with a secret that every member of a closed swarm shares."),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--key", help="Identity key file, made if missing. Left out: a new identity each time."),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Compute threads. Left out: measured or chosen to fit.")
+]
+EventsOption = Annotated[
+    Events, typer.Option("--events", help="text for people; json: one object a line on standard output.")
+]
+UntilEofOption = Annotated[
+    bool,
+    typer.Option("--until-eof", help="Stop when standard input ends: for a supervisor that may be killed."),
+]
+PadOption = Annotated[bool, typer.Option("--pad", help="Pad messages, so that their sizes tell less.")]
+CacheDirOption = Annotated[
+    Path | None, typer.Option("--cache-dir", help="Where converted models and measurements are kept.")
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="A gateway's base URL. [default: http://127.0.0.1:8000/v1]")
+]
+ApiKeyOption = Annotated[
+    str | None, typer.Option("--api-key", envvar="DIFFUSE_API_KEY", help="The gateway's API key.")
+]
+AskModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="With --url: which of the gateway's models. With --node: as for `diffuse host`."
+    ),
+]
+MaxTokensOption = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, max=2.0, help="0 always takes the likeliest token.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Same seed, same model, same answer.")]
+SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def parse_layers(text: str) -> tuple[int, int]:
+    """Read `0:10` as a half-open range of layers."""
+    start, colon, end = text.partition(":")
+    if not (colon and start.isdecimal() and end.isdecimal() and int(start) < int(end)):
+        raise typer.BadParameter(
+            f"{text!r}: give layers as START:END, counted from 0, END not included (0:10)"
+        )
+    return int(start), int(end)
+
+
+def parse_local_layers(text: str) -> tuple[int, int]:
+    """Read `K` or `K:J`; J is 0 unless given."""
+    first, _, last = text.partition(":")
+    last = last or "0"
+    if not (first.isdecimal() and last.isdecimal()):
+        raise typer.BadParameter(f"{text!r}: give the number of first and last layers as K or K:J (1:0)")
+    return int(first), int(last)
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Read `HOST:PORT` or `[v6]:PORT`."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (colon and bare and port.isdecimal() and int(port) < 1 << 16) or (":" in bare and bare == host):
+        raise typer.BadParameter(f"{text!r}: give it as HOST:PORT (127.0.0.1:7000, [::1]:7000)")
+    return bare, int(port)
+
+
+def parse_size(text: str) -> int:
+    """Read `500MB`, `2GB` or plain bytes, in decimal units."""
+    number, unit = text.strip().upper().rstrip("BKMGT"), text.strip().upper().lstrip("0123456789.")
+    factors = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    try:
+        return int(float(number) * factors[unit])
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"{text!r}: give a size like 500MB or 2GB") from None
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself; `-` reads standard input."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
+    return text
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Tell numeric libraries how many threads to open; has an effect only before torch is imported."""
+    if num_threads is not None:
+        from cli.children import thread_environment
+
+        os.environ.update(thread_environment(num_threads))
+
+
+def messages_of(prompt: str, system: str | None) -> tuple[dict[str, str], ...]:
+    """A conversation that begins with this prompt."""
+    opening: Sequence[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    return (*opening, {"role": "user", "content": prompt})

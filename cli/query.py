@@ -1,0 +1,89 @@
+"""`diffuse query`: one question, its answer as it comes, and where the time went."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from cli import options as opt
+from cli import show
+from cli.answer import End, Piece, Question
+from cli.target import Target, open_answerer
+
+
+def query(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; - reads standard input.")],
+    url: opt.UrlOption = None,
+    api_key: opt.ApiKeyOption = None,
+    node: opt.NodesOption = None,
+    model: opt.AskModelOption = None,
+    system: opt.SystemOption = None,
+    max_tokens: opt.MaxTokensOption = None,
+    temperature: opt.TemperatureOption = None,
+    seed: opt.SeedOption = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    ends: opt.EndsOption = opt.Ends.LOCAL,
+    local_layers: opt.LocalLayersOption = "1:0",
+    wire: opt.WireOption = opt.Wire.AUTO,
+    network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    psk_file: opt.PskFileOption = None,
+    threads: opt.ThreadsOption = None,
+    json: opt.JsonOption = False,
+) -> None:
+    """Ask one question of a gateway (--url) or, running the engine here, of nodes (--node).
+
+    The answer goes to standard output, the line of timings to standard error.
+    """
+    target = Target(
+        url, api_key, model, tuple(node or ()), ends, local_layers, wire, network, psk_file, threads
+    )
+    text = opt.read_prompt(prompt)
+    question = Question(
+        opt.messages_of(text, system),
+        raw_prompt=text if raw else None,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    asyncio.run(_ask_as_json(target, question) if json else _ask(target, question))
+
+
+async def _ask(target: Target, question: Question) -> None:
+    async with open_answerer(target) as answerer, aclosing(answerer.answer(question)) as pieces:
+        async for piece in pieces:
+            match piece:
+                case Piece():
+                    show.write_answer(piece.text)
+                case End():
+                    show.write_answer("\n")
+                    show.note(show.timings_line(piece.timings))
+
+
+async def _ask_as_json(target: Target, question: Question) -> None:
+    texts: list[str] = []
+    async with open_answerer(target) as answerer, aclosing(answerer.answer(question)) as pieces:
+        async for piece in pieces:
+            match piece:
+                case Piece():
+                    texts.append(piece.text)
+                case End():
+                    show.print_json(_as_object(answerer.model, "".join(texts), piece))
+
+
+def _as_object(model: str, text: str, end: End) -> dict[str, Any]:
+    per_token = end.timings.per_token_s
+    return {
+        "model": model,
+        "text": text,
+        "finish_reason": end.finish_reason,
+        "usage": end.usage(),
+        "timings": asdict(end.timings) | {"per_token_s": per_token},
+        "replays": end.replays,
+        "system_fingerprint": end.fingerprint,
+    }

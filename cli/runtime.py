@@ -1,0 +1,82 @@
+"""Running a command's coroutine: the fast event loop for services, and signals that end them cleanly.
+
+Knows nothing of what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from cli.failures import DEBUG_VARIABLE
+
+T = TypeVar("T")
+
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+
+
+def start_logging(level: int) -> None:
+    """Log to standard error from this level on; everything with DIFFUSE_DEBUG=1. transformers speaks only of errors."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read once, when it is imported
+    logging.basicConfig(
+        level=logging.DEBUG if os.environ.get(DEBUG_VARIABLE) else level,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+def run_fast(main: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+async def run_until_signal(
+    work: Coroutine[Any, Any, None], on_second: Callable[[], None] | None = None
+) -> None:
+    """Run a service until it ends or a signal asks it to; then cancel it and wait for its clean-up.
+
+    Being asked to stop is a service's normal end. `on_second` is called when someone asks again.
+    """
+    task = asyncio.ensure_future(work)
+    asked = False
+
+    def stop() -> None:
+        nonlocal asked
+        if asked and on_second is not None:
+            on_second()
+        asked = True
+        task.cancel()
+
+    with _handlers(stop):
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not asked:
+                raise
+
+
+@contextmanager
+def _handlers(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        with suppress(
+            NotImplementedError
+        ):  # an event loop without signal handlers: Ctrl+C cancels us instead
+            loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in STOP_SIGNALS:
+            with suppress(NotImplementedError):
+                loop.remove_signal_handler(number)

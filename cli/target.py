@@ -1,0 +1,62 @@
+"""Whom `query`, `chat` and `bench` ask: a gateway by its URL, or nodes by their addresses.
+
+Opens the one or the other behind the same `Answerer` interface; the engine is imported only when nodes are
+named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+
+from cli.answer import Answerer
+from cli.options import DEFAULT_MODEL, DEFAULT_NETWORK, Ends, Wire, parse_local_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A gateway, or a list of nodes and how to use them."""
+
+    url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    model: str | None = None
+    nodes: tuple[str, ...] = ()
+    ends: Ends = Ends.LOCAL
+    local_layers: str = "1:0"
+    wire: Wire = Wire.AUTO
+    network: str = DEFAULT_NETWORK
+    psk_file: Path | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes and self.url:
+            raise typer.BadParameter("give --url (ask a gateway) or --node (run the engine here), not both")
+        parse_local_layers(self.local_layers)
+
+    def describe(self) -> str:
+        """What a reader of measurements needs to know."""
+        if self.nodes:
+            return f"{len(self.nodes)} nodes, ends {self.ends}, engine in this process"
+        from cli.gateway import DEFAULT_URL
+
+        return self.url or DEFAULT_URL
+
+
+@asynccontextmanager
+async def open_answerer(target: Target) -> AsyncIterator[Answerer]:
+    """Connect; raises a `DiffuseError` that says what to do when that fails."""
+    if target.nodes:
+        from cli.engine import open_nodes
+
+        async with open_nodes(target, target.model or DEFAULT_MODEL) as engine:
+            yield engine
+    else:
+        from cli.gateway import DEFAULT_URL, open_gateway
+
+        url = target.url or DEFAULT_URL
+        async with open_gateway(url, api_key=target.api_key, model=target.model) as gateway:
+            yield gateway

@@ -1,0 +1,68 @@
+"""How a service tells what it is doing: lines for people, or one JSON object a line for a supervisor.
+
+Events are plain mappings with an `event` name; this file knows only how to print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+import typer
+
+from cli import show
+from cli.options import Events
+
+PROGRESS_STEP: Final = 0.1  # people get a line each tenth
+
+
+class Teller:
+    """Prints events in the form that was asked for."""
+
+    def __init__(self, form: Events, public_addr: str | None = None) -> None:
+        self._form = form
+        self._public_addr = public_addr  # what to tell instead of the bound address
+        self._told: dict[str, float] = {}
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Print one event on standard output, flushed: a supervisor waits for it."""
+        if self._form is Events.JSON:
+            url = {"url": self._public_url(str(event["url"]))} if "url" in event else {}
+            show.print_json({**event, **url})
+        elif line := self._line(event):
+            typer.echo(line)
+
+    def _line(self, event: Mapping[str, Any]) -> str:
+        match event:
+            case {"event": "progress", "stage": str(stage), "done_bytes": done, "total_bytes": total}:
+                return self._progress_line(stage, done, total)
+            case {"event": "measured", "dtype": dtype, "threads": threads, "layer_ms": layer_ms}:
+                return f"computes in {dtype} on {threads} threads, {layer_ms:.2f} ms a layer"
+            case {"event": "ready", "address": address, "layers": layers}:
+                return f"serves layers {layers}; gateways reach it with\n--node {address}"
+            case {"event": "ready", "url": url}:
+                missing = [(start, end) for start, end in event.get("missing_layers", ())]
+                warning = f", but no node serves layers {show.ranges(missing)} yet" if missing else ""
+                return f"serves {self._public_url(str(url))}{warning}"
+            case {"event": "prepared", "model": model, "num_layers": num_layers}:
+                return f"{model} is here: {num_layers} layers"
+            case {"event": "stopped"}:
+                return ""
+            case {"event": str(name), **rest}:
+                return f"{name} " + " ".join(f"{key}={value}" for key, value in rest.items())
+        return ""
+
+    def _public_url(self, url: str) -> str:
+        """The bound address replaced by what clients should use."""
+        bound = urlsplit(url)
+        return urlunsplit(bound._replace(netloc=self._public_addr or bound.netloc))
+
+    def _progress_line(self, stage: str, done: int, total: int) -> str:
+        share = done / total if total else 1.0
+        if share < 1.0 and share < self._told.get(stage, -1.0) + PROGRESS_STEP:
+            return ""
+        if self._told.get(stage) == share:
+            return ""
+        self._told[stage] = share
+        return f"{stage} {show.size(done)} of {show.size(total)}"

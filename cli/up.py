@@ -1,0 +1,188 @@
+"""`diffuse up`: a whole swarm on this machine, from one command, and nothing left of it afterwards.
+
+The parent imports no torch: it plans, starts children, shows their progress and ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from cli import options as opt
+from cli import show
+from cli.children import Child, Children, Event, thread_environment
+from cli.failures import CommandError
+from cli.layout import NodePlan, plan_nodes
+from cli.loading import LoadingView
+from cli.telling import Teller
+
+MAX_NODES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPlan:
+    """What was asked for."""
+
+    model: str
+    num_nodes: int
+    ends: opt.Ends
+    local_layers: tuple[int, int]
+    threads: int
+
+
+def up(
+    model: opt.ModelOption = opt.DEFAULT_MODEL,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=MAX_NODES, help="Node processes to start.")] = 3,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Where the gateway listens; 0 takes a free port.")
+    ] = 8000,
+    ends: opt.EndsOption = opt.Ends.LOCAL,
+    local_layers: opt.LocalLayersOption = "1:0",
+    threads: Annotated[
+        int,
+        typer.Option("--threads", min=1, help="Compute threads of each process; they take turns on a token."),
+    ] = 1,
+) -> None:
+    """Run a whole swarm here: nodes, and a gateway with an OpenAI-compatible API. Ctrl+C ends it."""
+    from cli.runtime import run_until_signal
+
+    plan = SwarmPlan(model, nodes, ends, opt.parse_local_layers(local_layers), threads)
+    with _take_port(port) as listener:
+        swarm = _Swarm(plan, listener)
+        asyncio.run(run_until_signal(swarm.run(), on_second=swarm.kill))
+    show.note("stopped")
+
+
+def prepare(
+    model: opt.ModelOption = opt.DEFAULT_MODEL,
+    until_eof: opt.UntilEofOption = False,
+    events: opt.EventsOption = opt.Events.TEXT,
+) -> None:
+    """Fetch or convert a model if need be, and tell how many layers it has."""
+    if until_eof:
+        from cli.lifeline import end_with_parent
+
+        end_with_parent()
+    from slicing.model_source import open_checkpoint
+
+    teller = Teller(events)
+
+    def progress(stage: str, done_bytes: int, total_bytes: int) -> None:
+        teller.tell(
+            {"event": "progress", "stage": stage, "done_bytes": done_bytes, "total_bytes": total_bytes}
+        )
+
+    checkpoint = open_checkpoint(model, progress=progress)
+    teller.tell(
+        {"event": "prepared", "model": checkpoint.name, "num_layers": checkpoint.config.num_hidden_layers}
+    )
+
+
+def _take_port(port: int) -> socket.socket:
+    """Hold the port from now on, so that a busy one costs nobody a long wait."""
+    from cli.ports import bind_loopback
+
+    try:
+        return bind_loopback(port)
+    except OSError as error:
+        raise CommandError(
+            f"port {port} of this machine can't be used ({error.strerror}): stop what listens there, "
+            "or choose another with --port"
+        ) from error
+
+
+class _Swarm:
+    """The children of one `diffuse up`, from the first to the last."""
+
+    def __init__(self, plan: SwarmPlan, listener: socket.socket) -> None:
+        self._plan = plan
+        self._listener = listener
+        self._children = Children()
+
+    async def run(self) -> None:
+        """Start everything, say where it is, and serve until a child ends or we are cancelled."""
+        async with self._children:
+            with LoadingView() as view:
+                prepared = await self._prepare(view)
+                nodes = await self._start_nodes(view, prepared)
+                ready = await self._start_gateway(view, nodes)
+            _announce(ready, prepared)
+            raise await self._children.first_crash()
+
+    def kill(self) -> None:
+        """End the children without waiting for goodbyes."""
+        self._children.kill_all()
+
+    async def _prepare(self, view: LoadingView) -> Event:
+        """Have the model fetched and converted once, before many processes want it."""
+        child = await self._start("model", ["prepare", "--model", self._plan.model], view)
+        prepared = await child.wait_for("prepared")
+        await self._children.release(child)
+        view.done("model", f"{prepared['num_layers']} layers")
+        return prepared
+
+    async def _start_nodes(self, view: LoadingView, prepared: Event) -> list[str]:
+        plans = plan_nodes(
+            prepared["num_layers"],
+            self._plan.num_nodes,
+            local_layers=self._plan.local_layers,
+            is_thin=self._plan.ends is opt.Ends.REMOTE,
+        )
+        children = [await self._start(plan.name, self._host_arguments(plan), view) for plan in plans]
+        waits = [
+            asyncio.create_task(self._wait_node(child, plan, view))
+            for child, plan in zip(children, plans, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wait_node(self, child: Child, plan: NodePlan, view: LoadingView) -> str:
+        ready = await child.wait_for("ready")
+        view.done(plan.name, f"layers {plan.layers} in {show.seconds(ready.get('load_s', 0.0))}")
+        return str(ready["address"])
+
+    async def _start_gateway(self, view: LoadingView, nodes: list[str]) -> Event:
+        plan = self._plan
+        arguments = ["serve", "--model", plan.model, "--ends", plan.ends, "--threads", str(plan.threads)]
+        arguments += ["--local-layers", ":".join(map(str, plan.local_layers))]
+        arguments += ["--listen-fd", str(self._listener.fileno())]
+        arguments += [part for node in nodes for part in ("--node", node)]
+        child = await self._start("gateway", arguments, view, pass_fds=(self._listener.fileno(),))
+        ready = await child.wait_for("ready")
+        self._listener.close()  # the gateway has it: should that end, clients are refused at once
+        view.done("gateway", "ready")
+        return ready
+
+    def _host_arguments(self, plan: NodePlan) -> list[str]:
+        arguments = ["host", "--model", self._plan.model, "--layers", plan.layers, "--listen", "127.0.0.1:0"]
+        arguments += ["--threads", str(self._plan.threads)]
+        return [*arguments, "--hold-ends"] if plan.hold_ends else arguments
+
+    async def _start(
+        self, name: str, arguments: list[str], view: LoadingView, pass_fds: tuple[int, ...] = ()
+    ) -> Child:
+        return await self._children.start(
+            name,
+            [*arguments, "--events", "json", "--until-eof"],
+            on_event=view.listener(name),
+            environment=thread_environment(self._plan.threads),
+            pass_fds=pass_fds,
+        )
+
+
+def _announce(ready: Event, prepared: Event) -> None:
+    url = str(ready["url"])
+    models: list[Any] = ready.get("models") or [prepared["model"]]
+    show.out("")
+    show.out(f"base_url  {url}")
+    show.out(f"models    {', '.join(map(str, models))}")
+    body = f'{{"model": "{models[0]}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    show.out(f"try       curl -N {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    show.out("stop      Ctrl+C")

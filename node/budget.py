@@ -1,0 +1,79 @@
+"""How much memory sessions may take for their keys and values, and who has taken what.
+
+Only counts: a reservation comes before the cache grows, so that a full node refuses a step instead of swapping.
+Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+
+import psutil
+
+from node.stats import NodeStats
+
+# Free memory is shared with the sessions' messages and with other nodes of the same machine (three of them and a
+# gateway are the default swarm of `diffuse up`), which all look at the same number.
+FREE_MEMORY_SHARE = 0.2
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class MemoryBudget:
+    """Bytes reserved per owner, never more than `limit_bytes` in all."""
+
+    def __init__(self, limit_bytes: int, stats: NodeStats) -> None:
+        self.limit_bytes = limit_bytes
+        self._stats = stats
+        self._reserved: dict[Hashable, int] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be reserved."""
+        return self.limit_bytes - self._stats.kv_bytes
+
+    def reserve(self, owner: Hashable, size_bytes: int) -> bool:
+        """Raise the owner's reservation to `size_bytes`; false, and no change, where that exceeds the limit."""
+        more = size_bytes - self._reserved.get(owner, 0)
+        if more <= 0:
+            return True
+        if more > self.free_bytes:
+            return False
+        self._reserved[owner] = size_bytes
+        self._stats.kv_bytes += more
+        return True
+
+    def release(self, owner: Hashable) -> None:
+        """Give back all that the owner has reserved."""
+        self._stats.kv_bytes -= self._reserved.pop(owner, 0)
+
+
+def default_budget_bytes() -> int:
+    """A share of the memory that is free now, of the machine or of the container, whichever is less."""
+    available = psutil.virtual_memory().available
+    limit = _container_limit_bytes()
+    if limit is not None:
+        available = min(available, limit - psutil.Process().memory_info().rss)
+    return max(0, int(available * FREE_MEMORY_SHARE))
+
+
+def _container_limit_bytes() -> int | None:
+    for path in CGROUP_LIMITS:
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        return int(text) if text.isdecimal() else None  # "max": no limit
+    return None
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had resident so far (VmHWM); what it has now where that is not told."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,153 @@
+"""The slice that this node holds: what it offers, and whether a route may ask it for some work.
+
+Knows nothing of sessions or links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from routing.errors import ErrorCode, ProtocolError, WorkError
+from routing.types import HopEntry, SliceOffer, WireDtype
+from slicing.kv_cache import MIN_CAPACITY
+
+SPOKEN_DTYPES = (WireDtype.FLOAT32, WireDtype.BFLOAT16, WireDtype.FLOAT16)
+KEY_BYTES = 32
+
+
+class Cache(Protocol):
+    """Keys and values of one session, see `slicing.kv_cache.KVCache`."""
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+
+    def truncate(self, position: int) -> None:
+        """Forget positions at and after `position`."""
+
+    def close(self) -> None:
+        """Free the storage."""
+
+
+class Runner(Protocol):
+    """What a node needs of `slicing.runner.PlainRunner`; one thread at a time."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def form(self) -> str: ...
+
+    @property
+    def layer_hashes(self) -> Mapping[int, bytes]: ...
+
+    def new_cache(self) -> Cache: ...
+
+    def run_opening(
+        self,
+        cache: Any,
+        token_ids: torch.Tensor,
+        position: int,
+        *,
+        end: int,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> torch.Tensor: ...
+
+    def run_layers(
+        self,
+        cache: Any,
+        hidden_states: torch.Tensor,
+        position: int,
+        *,
+        start: int,
+        end: int,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> torch.Tensor: ...
+
+    def run_closing(
+        self,
+        cache: Any,
+        hidden_states: torch.Tensor,
+        position: int,
+        *,
+        start: int,
+        keep: Sequence[int] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """A loaded slice and the offer that describes it."""
+
+    runner: Runner
+    offer: SliceOffer
+    cache_bytes_per_position: int  # in all held layers
+
+    def cache_bytes(self, entry: HopEntry, num_positions: int) -> int:
+        """What a session of this work takes for so many positions, the room to grow included.
+
+        Layers are taken as equal; storage doubles from `MIN_CAPACITY` positions on, see `slicing.kv_cache`.
+        """
+        capacity = MIN_CAPACITY
+        while capacity < num_positions:
+            capacity *= 2
+        num_held = self.offer.spec.end - self.offer.spec.start
+        return self.cache_bytes_per_position * capacity * (entry.end - entry.start) // num_held
+
+    def check(self, entry: HopEntry) -> None:
+        """Refuse work that this slice cannot do. Raises WorkError NO_SLICE, or ProtocolError."""
+        _check_shape(entry)
+        self._check_layers(entry)
+        if entry.max_positions > self.runner.max_positions:
+            limit = self.runner.max_positions
+            raise ProtocolError(
+                ErrorCode.TOO_BIG, f"{entry.max_positions} positions asked, the model has {limit}"
+            )
+
+    def _check_layers(self, entry: HopEntry) -> None:
+        offer = self.offer
+        held = f"layers {offer.spec} of {offer.model_name}"
+        if entry.model_digest != offer.model_digest:
+            raise WorkError(ErrorCode.NO_SLICE, f"another model is asked for; held here: {held}")
+        if not offer.spec.start <= entry.start <= entry.end <= offer.spec.end:
+            raise WorkError(ErrorCode.NO_SLICE, f"layers {entry.start}:{entry.end} asked; held here: {held}")
+        if entry.run_opening and not (offer.has_opening and entry.start == 0):
+            raise WorkError(ErrorCode.NO_SLICE, f"the opening end is asked for; held here: {held}")
+        if entry.run_closing and not (offer.has_closing and entry.end == offer.num_layers):
+            raise WorkError(ErrorCode.NO_SLICE, f"the closing end is asked for; held here: {held}")
+
+
+def _check_shape(entry: HopEntry) -> None:
+    """What no correct gateway would seal."""
+    is_last = entry.hop == entry.num_hops - 1
+    problems = {
+        "hop numbers": not 0 <= entry.hop < entry.num_hops,
+        "next hop": is_last is not (entry.next_hop is None),
+        "route key": len(entry.route_key) != KEY_BYTES,
+        "answer key": is_last and len(entry.answer_key) != KEY_BYTES,
+        "opening hop": entry.run_opening is not (entry.wire_in is WireDtype.INT32),
+        "closing hop": entry.run_closing and not is_last,
+        "wire dtype": entry.wire_out not in SPOKEN_DTYPES,
+        "positions": entry.max_positions < 1,
+        "empty range": entry.start == entry.end and not (entry.run_opening or entry.run_closing),
+    }
+    wrong = [name for name, is_wrong in problems.items() if is_wrong]
+    if wrong:
+        raise ProtocolError(ErrorCode.MALFORMED, f"the route entry is wrong: {', '.join(wrong)}")

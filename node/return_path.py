@@ -1,0 +1,78 @@
+"""How answers and failures get to the gateway: on a link of its own where there is one, else up the chain.
+
+Knows links and the outbox; nothing of what a step computed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from node.outbox import Gone, Outbox
+from node.session import Session
+from node.stats import NodeStats
+from routing import wire
+from routing.errors import RemoteError
+from routing.link import Endpoint, Link
+from routing.types import Answer, Failure, SessionId, StepFlag
+
+logger = logging.getLogger(__name__)
+
+
+class ReturnPath:
+    """Sends towards gateways. Connected to its endpoint after both are built."""
+
+    def __init__(self, outbox: Outbox, stats: NodeStats) -> None:
+        self._outbox = outbox
+        self._stats = stats
+        self._endpoint: Endpoint | None = None
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Give it the endpoint that knows the gateways' own links."""
+        self._endpoint = endpoint
+
+    def send(self, session: Session, message: Answer | Failure, gone: Gone | None = None) -> None:
+        """Send to the session's gateway; an answer of ours that goes up the chain is sealed first.
+
+        The message is lost when no link leads there: the gateway asks again on its next route.
+        """
+        link = self.gateway_link(session)
+        if link is None:
+            link = session.upstream
+            if link is not None and isinstance(message, Answer) and StepFlag.SEALED not in message.flags:
+                message = wire.seal_answer(session.entry.answer_key, message)
+        if link is not None:
+            self._outbox.put(link, message, gone)
+        elif gone is not None:
+            gone()
+
+    def report(self, session: Session, step: int, error: RemoteError) -> None:
+        """Tell the gateway that a step, or the session, failed here."""
+        hop = session.entry.hop if error.hop is None else error.hop
+        logger.info("session %s hop %d: step %d failed, %s", session.name, hop, step, error.code.name)
+        self._stats.failures_sent += 1
+        self.send(session, _failure(session.session_id, session.epoch, step, error, hop))
+
+    def refuse(
+        self,
+        link: Link,
+        session_id: SessionId,
+        epoch: int,
+        error: RemoteError,
+        *,
+        step: int = 0,
+        hop: int = 0,
+    ) -> None:
+        """Tell whoever sent a message, and nobody else, that it concerns no session of theirs here."""
+        logger.info("session %s hop %d: refused, %s", session_id[:4].hex(), hop, error.code.name)
+        self._stats.failures_sent += 1
+        self._outbox.put(link, _failure(session_id, epoch, step, error, hop))
+
+    def gateway_link(self, session: Session) -> Link | None:
+        """The newest live link that the session's gateway has with us."""
+        assert self._endpoint is not None
+        links = self._endpoint.links_to(session.entry.gateway_id)
+        return next((link for link in links if not link.is_closed), None)
+
+
+def _failure(session_id: SessionId, epoch: int, step: int, error: RemoteError, hop: int) -> Failure:
+    return Failure(session_id, epoch, step, int(error.code), hop, error.retry_ms, error.text)

@@ -1,0 +1,222 @@
+"""One chain's place on this node: which step comes next, the keys and values, the neighbours, the kept outputs.
+
+The rules of admission are here, without I/O: a step runs, repeats a kept output, is dropped, or is refused with a
+typed error. Knows nothing of torch, threads or how messages travel.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from routing.errors import ErrorCode, ProtocolError, WorkError
+from routing.types import (
+    WIDTHS,
+    Answer,
+    HopEntry,
+    NodeId,
+    SessionId,
+    Step,
+    StepFlag,
+    Want,
+    WireDtype,
+)
+
+if TYPE_CHECKING:
+    from node.step_job import ComputeState, StepJob
+    from routing.link import Link
+
+Output = Step | Answer | None  # what a step became here; None where nothing is wanted of the last hop
+
+KEPT_STEPS = 4  # W of DESIGN decision 7
+KEPT_BYTES = 8 << 20  # of those, per session: decode rows are tiny beside it, a very long prefill is let go
+
+
+class Admission(Enum):
+    """What to do with a step that breaks no rule."""
+
+    RUN = auto()
+    REPEAT = auto()  # its output is kept: send that again
+    DROP = auto()  # of an older route, or already on its way
+
+
+class Attempt:
+    """The steps that may still be computed in sequence; over once one failed, the route changed or the session ended.
+
+    `is_over` is the only thing that loop and compute thread share about it; it is looked at between layers.
+    """
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+@dataclass(slots=True)
+class Pending:
+    """Accepted steps whose output has not left yet."""
+
+    steps: int = 0
+    size_bytes: int = 0
+
+    def add(self, size_bytes: int) -> None:
+        """One more step, with a payload of this size."""
+        self.steps += 1
+        self.size_bytes += size_bytes
+
+    def remove(self, size_bytes: int) -> None:
+        """One step's output left, or never will."""
+        self.steps -= 1
+        self.size_bytes -= size_bytes
+
+
+class KeptOutputs:
+    """The outputs of the last steps, for repeats: at most `KEPT_STEPS`, and `max_bytes` together."""
+
+    def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.size_bytes = 0
+        self._outputs: OrderedDict[int, tuple[int, int, Output]] = (
+            OrderedDict()
+        )  # step: position, rows, output
+
+    def holds(self, step: Step) -> bool:
+        """Whether this step repeats one whose output is kept."""
+        kept = self._outputs.get(step.step)
+        return kept is not None and kept[:2] == (step.position, step.rows)
+
+    def output_of(self, step: Step) -> Output:
+        """The kept output; None for a step that had none (the last hop, and nothing wanted)."""
+        return self._outputs[step.step][2]
+
+    def put(self, step: Step, output: Output) -> None:
+        """Keep one more, and let the oldest go."""
+        self._outputs[step.step] = (step.position, step.rows, output)
+        self.size_bytes += _size(output)
+        while len(self._outputs) > KEPT_STEPS or self.size_bytes > self.max_bytes:
+            _, (_, _, oldest) = self._outputs.popitem(last=False)
+            self.size_bytes -= _size(oldest)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Session:
+    """A session on this node. Owned by the event loop; only `state` is the compute thread's."""
+
+    session_id: SessionId
+    epoch: int
+    entry: HopEntry = field(repr=False)
+    state: ComputeState = field(repr=False)
+    peer_id: NodeId  # who opened it, for the cap per peer
+    bound: list[Link] = field(repr=False)  # links that steps may come from, the newest last
+    last_seen: float
+    next_link: Link | None = field(default=None, repr=False)
+    is_next_lost: bool = False
+    waiting: list[StepJob] = field(
+        default_factory=list, repr=False
+    )  # computed before the next hop was reached
+    attempt: Attempt = field(default_factory=Attempt, repr=False)
+    next_step: int = 1
+    last_done: int = 0  # the last step whose output is known
+    position: int = 0  # where the accepted steps end
+    is_freed: bool = False
+    num_in_flight: int = 0  # jobs submitted and not finished
+    pending: Pending = field(default_factory=Pending, repr=False)
+    kept: KeptOutputs = field(default_factory=KeptOutputs, repr=False)
+    orphan_since: float | None = None
+
+    @property
+    def name(self) -> str:
+        """A short name for logs."""
+        return self.session_id[:4].hex()
+
+    @property
+    def upstream(self) -> Link | None:
+        """The newest live link that this session is bound to."""
+        return next((link for link in reversed(self.bound) if not link.is_closed), None)
+
+    def admit(self, step: Step, *, hidden_size: int, max_rows: int) -> Admission:
+        """Judge a step of this epoch without changing anything. Raises WorkError or ProtocolError."""
+        if step.epoch < self.epoch:
+            return Admission.DROP
+        if step.epoch > self.epoch:
+            raise WorkError(ErrorCode.STEP, f"epoch {step.epoch} before its route was opened")
+        if step.step == self.next_step:
+            self._check_step(step, hidden_size, max_rows)
+            return Admission.RUN
+        if self.kept.holds(step):
+            return Admission.REPEAT
+        if self.last_done < step.step < self.next_step:
+            return Admission.DROP  # a repeat that came before the first copy was computed
+        raise WorkError(ErrorCode.STEP, f"step {step.step} where {self.next_step} is next")
+
+    def accept(self, step: Step) -> None:
+        """Count an admitted step as coming."""
+        self.next_step = step.step + 1
+        self.position = step.position + step.rows
+        self.num_in_flight += 1
+        self.pending.add(len(step.payload))
+
+    def note_done(self, step: Step, output: Output) -> None:
+        """A step was computed: keep its output for repeats."""
+        self.last_done = step.step
+        self.kept.put(step, output)
+
+    def roll_back(self, step: Step) -> None:
+        """A step failed before it changed anything: it may come again, and those behind it too."""
+        self.attempt.is_over = True
+        self.attempt = Attempt()
+        self.next_step = step.step
+        self.position = step.position
+
+    def reroute(self, epoch: int, entry: HopEntry, link: Link) -> None:
+        """Take a new route: other neighbours, the first step next, the same keys and values."""
+        self.attempt.is_over = True
+        self.attempt = Attempt()
+        self.epoch = epoch
+        self.entry = entry
+        self.bound = [link]
+        self.next_link = None
+        self.is_next_lost = False
+        self.next_step = 1
+        self.last_done = 0
+        self.kept = KeptOutputs()
+        self.orphan_since = None
+
+    def keeps_state_for(self, entry: HopEntry) -> bool:
+        """Whether the keys and values held are those that another route would make here."""
+        return _work(self.entry) == _work(entry)
+
+    def row_bytes_in(self, hidden_size: int) -> int:
+        """Bytes of one row as it arrives here."""
+        wire_in = self.entry.wire_in
+        return WIDTHS[wire_in] * (1 if wire_in is WireDtype.INT32 else hidden_size)
+
+    def _check_step(self, step: Step, hidden_size: int, max_rows: int) -> None:
+        if (StepFlag.TOKEN_IDS in step.flags) is not self.entry.run_opening:
+            raise ProtocolError(ErrorCode.MALFORMED, "token ids and hidden states are confused")
+        if not 1 <= step.rows <= max_rows:
+            raise ProtocolError(ErrorCode.TOO_BIG, f"{step.rows} rows; a step takes 1 to {max_rows}")
+        expected = step.rows * self.row_bytes_in(hidden_size)
+        if len(step.payload) != expected:
+            raise ProtocolError(ErrorCode.MALFORMED, f"{len(step.payload)} bytes where {expected} are due")
+        if step.position + step.rows > self.entry.max_positions:
+            limit = self.entry.max_positions
+            raise ProtocolError(ErrorCode.TOO_BIG, f"position {step.position + step.rows} of at most {limit}")
+        if step.position > self.position:
+            raise WorkError(ErrorCode.STEP, f"position {step.position} where {self.position} is next")
+        if step.want is Want.LIST and not _is_ascending(step.want_rows, step.rows):
+            raise ProtocolError(ErrorCode.MALFORMED, "wanted rows must ascend and lie within the step")
+
+
+def _work(entry: HopEntry) -> tuple[object, ...]:
+    return entry.start, entry.end, entry.run_opening, entry.run_closing
+
+
+def _size(output: Output) -> int:
+    return 0 if output is None else len(output.payload)
+
+
+def _is_ascending(rows: tuple[int, ...], num_rows: int) -> bool:
+    return bool(rows) and all(a < b for a, b in zip((-1, *rows), (*rows, num_rows), strict=True))

@@ -1,0 +1,73 @@
+"""The live sessions of a node, how many of them whom may have, and the cancels that came before their session.
+
+Knows nothing of links' traffic, threads or memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from node.session import Session
+from routing import wire
+from routing.errors import ErrorCode, WorkError
+from routing.types import Cancel, NodeId, SessionId
+
+MAX_REMEMBERED_CANCELS = 1024  # a cancel may overtake its open; both are on their way for seconds at most
+BUSY_RETRY_MS = 1000  # about the length of a short answer
+
+
+class SessionTable:
+    """Sessions by id. Iterating is safe while sessions are removed."""
+
+    def __init__(self, max_sessions: int, max_per_peer: int) -> None:
+        self._max_sessions = max_sessions
+        self._max_per_peer = max_per_peer
+        self._sessions: dict[SessionId, Session] = {}
+        self._cancels: deque[Cancel] = deque(maxlen=MAX_REMEMBERED_CANCELS)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def get(self, session_id: SessionId) -> Session | None:
+        """The live session with this id."""
+        return self._sessions.get(session_id)
+
+    def add(self, session: Session) -> None:
+        """Take in a session that `check_room` found room for."""
+        self._sessions[session.session_id] = session
+
+    def remove(self, session: Session) -> None:
+        """Forget a session."""
+        del self._sessions[session.session_id]
+
+    def check_room(self, peer_id: NodeId) -> None:
+        """Refuse one more session for a peer. Raises WorkError BUSY."""
+        if len(self._sessions) >= self._max_sessions:
+            raise WorkError(
+                ErrorCode.BUSY, f"{len(self._sessions)} sessions are open", retry_ms=BUSY_RETRY_MS
+            )
+        num_of_peer = sum(session.peer_id == peer_id for session in self._sessions.values())
+        if num_of_peer >= self._max_per_peer:
+            raise WorkError(
+                ErrorCode.BUSY, f"{num_of_peer} sessions of this peer are open", retry_ms=BUSY_RETRY_MS
+            )
+
+    def remember(self, cancel: Cancel) -> None:
+        """Keep a cancel whose session is not here (yet)."""
+        self._cancels.append(cancel)
+
+    def was_cancelled(self, session_id: SessionId, epoch: int, route_key: bytes) -> bool:
+        """Whether a proven cancel for this route, or a later one of its session, came before."""
+        return any(
+            cancel.session_id == session_id and cancel.epoch >= epoch and is_proven(cancel, route_key)
+            for cancel in self._cancels
+        )
+
+
+def is_proven(cancel: Cancel, route_key: bytes) -> bool:
+    """Whether whoever made the cancel held the route's key."""
+    return wire.is_proof(cancel.proof, route_key, b"cancel", cancel.session_id, cancel.epoch)

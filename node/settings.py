@@ -1,0 +1,82 @@
+"""What a node is told before it starts: its model slice, its addresses and its limits.
+
+Parsed and checked here once; everything behind trusts it. Knows nothing of flags or the environment (see `cli`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from routing.types import SliceSpec
+
+MAX_ROWS = 4096  # rows of one step: 64 MiB of float32 at a hidden size of 4096, the largest message (transport.md 5.6)
+MAX_SESSIONS = (
+    256  # beyond it a step waits for whole seconds on any CPU; the planner should have gone elsewhere
+)
+MAX_SESSIONS_PER_PEER = 128  # half of the places: one neighbour alone cannot fill the node
+MAX_IDLE_TIMEOUT_S = 600  # a gateway may ask for less; memory is not held longer for a silent one
+MAX_PENDING_STEPS = 64  # steps of one session accepted and not yet sent on: 16 times a window of 4
+MAX_PENDING_BYTES = 128 << 20  # the same in bytes: "per peer in flight" of transport.md 5.6
+
+
+class HostPort(BaseModel):
+    """An address to bind or to tell; port 0 binds a free port."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: str
+    port: Annotated[int, Field(ge=0, le=65535)]
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_host_port(text: object) -> object:
+    """Turn "HOST:PORT" or "[V6]:PORT" into the fields of `HostPort`; anything else is left for pydantic to judge."""
+    if not isinstance(text, str):
+        return text
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return HostPort(host=host.strip("[]") or "0.0.0.0", port=int(port))  # noqa: S104 - ":8001" asks for it
+
+
+def parse_layers(text: object) -> object:
+    """Turn "A:B" into a half-open `SliceSpec`."""
+    if not isinstance(text, str):
+        return text
+    start, colon, end = text.partition(":")
+    if not colon or not start.isdecimal() or not end.isdecimal() or int(start) >= int(end):
+        raise ValueError(f"{text!r} is not A:B with A below B (layers A up to, not including, B)")
+    return SliceSpec(int(start), int(end))
+
+
+class NodeSettings(BaseModel):
+    """Everything `run_node` needs. `listen` is what is bound, `public_addr` what is told to others."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    model: str
+    layers: Annotated[SliceSpec | None, BeforeValidator(parse_layers)] = None  # None: every layer
+    hold_ends: bool = False  # the thin mode: embed on the first slice, norm and head on the last
+    listen: Annotated[HostPort, BeforeValidator(parse_host_port)] = HostPort(host="127.0.0.1", port=0)
+    public_addr: Annotated[HostPort | None, BeforeValidator(parse_host_port)] = None  # None: what was bound
+
+    key_path: Path | None = None  # None: an identity for this process only
+    network_id: Annotated[bytes, Field(min_length=32, max_length=32)]
+    psk: Annotated[bytes | None, Field(min_length=32, max_length=32, repr=False)] = None
+    pad: bool = False
+
+    device: str = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: Annotated[int | None, Field(ge=1)] = None  # None: measured
+    cache_dir: Path | None = None  # None: nothing measured is remembered
+
+    kv_budget_bytes: Annotated[int | None, Field(ge=0)] = None  # None: a share of the memory that is free
+    max_sessions: Annotated[int, Field(ge=1)] = MAX_SESSIONS
+    max_sessions_per_peer: Annotated[int, Field(ge=1)] = MAX_SESSIONS_PER_PEER
+    max_rows: Annotated[int, Field(ge=1, le=65535)] = MAX_ROWS
+    max_idle_timeout_s: Annotated[int, Field(ge=1)] = MAX_IDLE_TIMEOUT_S

@@ -1,0 +1,86 @@
+"""When to ask a silent peer for a sign of life, and when to give it up. Time is passed in; no clock, no socket."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+_TOKEN = struct.Struct(">Q")
+_LATE_S = 1.0  # a check this late means that we were stopped ourselves: the peer gets a new chance
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatTiming:
+    """Seconds; the defaults are transport.md 5.6."""
+
+    idle_s: float = 5.0  # ping a link that was silent for so long
+    dead_s: float = 10.0  # give up a link that was silent for so long
+    watch_s: float = 0.5  # ping this often while a step is outstanding
+
+
+class Heartbeat:
+    """Silence, pings and round trips of one link."""
+
+    def __init__(self, now: float, timing: HeartbeatTiming) -> None:
+        self._timing = timing
+        self._pings: dict[bytes, float] = {}
+        self._num_pings = 0
+        self._asked_at: float | None = None  # the first ping since the peer was last heard
+        self._last_ping = now
+        self._next_check = now + timing.idle_s
+        self.last_heard = now
+        self.num_watchers = 0
+        self.rtt_ms: float | None = None
+
+    def heard(self, now: float) -> None:
+        """Note that a frame came in."""
+        self.last_heard = now
+        self._asked_at = None
+
+    def ping(self, now: float) -> bytes:
+        """Return the token of a PING that leaves now."""
+        self._num_pings += 1
+        token = _TOKEN.pack(self._num_pings)
+        while len(self._pings) >= 32:  # only the latest are answered, see mux
+            del self._pings[next(iter(self._pings))]
+        self._pings[token] = now
+        self._last_ping = now
+        if self._asked_at is None:
+            self._asked_at = now
+        return token
+
+    def pong(self, token: bytes, now: float) -> float | None:
+        """Return the round trip of a PONG in ms; None when it answers no PING of ours."""
+        sent_at = self._pings.pop(token, None)
+        if sent_at is None:
+            return None
+        self.rtt_ms = (now - sent_at) * 1000
+        return self.rtt_ms
+
+    def silent_for_s(self, now: float) -> float:
+        """Seconds that a PING has been waiting for any sign of life; 0 when nobody was asked."""
+        return 0.0 if self._asked_at is None else now - self._asked_at
+
+    def check(self, now: float) -> Literal["fine", "ping", "dead"]:
+        """Say what is due at `now`; call again at `next_check`."""
+        if now - self._next_check > _LATE_S:
+            self.last_heard = max(self.last_heard, now - self._timing.dead_s / 2)
+            self._asked_at = None
+        if now - self.last_heard >= self._timing.dead_s:
+            return "dead"
+        due = max(self.last_heard, self._last_ping) + self._interval_s
+        verdict: Literal["fine", "ping"] = "ping" if now >= due else "fine"
+        self._next_check = min(max(due, now + 0.001), self.last_heard + self._timing.dead_s)
+        if verdict == "ping":
+            self._next_check = min(now + self._interval_s, self.last_heard + self._timing.dead_s)
+        return verdict
+
+    @property
+    def next_check(self) -> float:
+        """When `check` wants to be called, unless watching begins before."""
+        return self._next_check
+
+    @property
+    def _interval_s(self) -> float:
+        return self._timing.watch_s if self.num_watchers else self._timing.idle_s

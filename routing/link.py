@@ -1,0 +1,383 @@
+"""A link: one authenticated, encrypted connection to one peer that carries messages both ways.
+
+Joins the sans-I/O parts (outbox, records, mux, heartbeat) to a websocket and to the event loop's clock. Knows
+nothing of sessions, routes or what a message means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from routing.carrier import Carrier
+from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
+from routing.handshake import Secured
+from routing.heartbeat import Heartbeat, HeartbeatTiming
+from routing.mux import Channel, ChannelEnd, DataFrame, PongFrame
+from routing.outbox import Outbox, Outgoing
+from routing.records import KIND_CLOSE, KIND_READY, Opener, Quota, Reassembler, Sealer
+from routing.types import Buffer, Message
+from routing.wire import decode, encode, lane
+
+logger = logging.getLogger(__name__)
+
+_CODE = struct.Struct(">H")
+_CONTROL_LANE = b"\0link"
+
+
+class LinkReceiver(Protocol):
+    """Whoever a link's messages are for. Called on the event loop, in order; must not block."""
+
+    def on_message(self, link: Link, message: Message) -> None: ...
+
+    def on_link_up(self, link: Link) -> None: ...
+
+    def on_link_closed(self, link: Link, error: RemoteError | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTerms:
+    """What a link's own side allows."""
+
+    max_message: int  # B, as announced to the peer
+    quota: Quota  # for messages in parts, of all links of this peer
+    timing: HeartbeatTiming
+    is_padded: bool
+
+
+class LinkHost(Protocol):
+    """Whoever made a link and hears of its two turning points."""
+
+    def on_ready(self, link: Link) -> None: ...
+
+    def on_over(self, link: Link, error: RemoteError | None) -> None: ...
+
+
+class Link:
+    """One live connection. Messages of one session stay in order; others may overtake a bulky one."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        channel: Channel,
+        secured: Secured,
+        receiver: LinkReceiver,
+        host: LinkHost,
+        terms: LinkTerms,
+        *,
+        is_dialler: bool,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._carrier = carrier
+        self._channel = channel
+        self._receiver = receiver
+        self._host = host
+        self._timing = terms.timing
+        self._outbox = Outbox(
+            Sealer(secured.sending, is_padded=terms.is_padded), secured.capabilities.max_message
+        )
+        self._opener = Opener(secured.receiving)
+        self._reassembler = Reassembler(terms.max_message, terms.quota)
+        self._heartbeat = Heartbeat(time.monotonic(), terms.timing)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._set_timer(self._heartbeat.next_check)
+        self._pump_handle: asyncio.Handle | None = None
+        self._pongs: dict[bytes, asyncio.Future[float]] = {}
+        self._over: asyncio.Future[RemoteError | None] = self._loop.create_future()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._open_ns = 0
+        self.peer_id = secured.peer_id
+        self.peer_host = carrier.websocket.peer_host
+        self.capabilities = secured.capabilities
+        self.is_dialler = is_dialler
+        self.counters = carrier.counters
+        self.last_seal_us = 0.0  # encode and seal of the message sent last, microseconds
+        self.last_open_us = 0.0  # open and decode of the message delivered last, microseconds
+        channel.source = self._outbox
+        carrier.websocket.receiver = self
+
+    def __repr__(self) -> str:
+        return f"Link({self.peer_id.hex()[:8]}, {'closed' if self.is_closed else 'open'})"
+
+    # --- what callers use
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the link is over, for whatever reason."""
+        return self._over.done()
+
+    @property
+    def rtt_ms(self) -> float | None:
+        """The last measured round trip; None before the first."""
+        return self._heartbeat.rtt_ms
+
+    @property
+    def silent_for_s(self) -> float:
+        """Seconds that a PING has been waiting for any sign of life; 0 while the peer is known to live."""
+        return self._heartbeat.silent_for_s(time.monotonic())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Message bytes that are accepted and not sealed yet."""
+        return self._outbox.waiting_bytes
+
+    async def send(self, message: Message) -> None:
+        """Send a message; return when all of it is on its way to the socket.
+
+        Raises `LinkError` when the link is closed or dies meanwhile, and `ProtocolError` TOO_BIG when the peer
+        takes no message of this size. Cancelling takes back what has not left.
+        """
+        outgoing = self._push(message, None)
+        if not outgoing.is_done:
+            await self._wait_gone(outgoing)
+        if self.is_closed and outgoing.sent < outgoing.size:
+            raise self._closed_error()
+
+    def post(self, message: Message, gone: Callable[[], None] | None = None) -> None:
+        """Send without waiting: what there is no credit for is queued. `gone` is called when it has left, or
+        never will. Watch `waiting_bytes`. Raises like `send`."""
+        self._push(message, gone)
+
+    async def ping(self) -> float:
+        """Measure and return the round trip in ms; raise `LinkError` when the link dies meanwhile."""
+        if self.is_closed:
+            raise self._closed_error()
+        pong: asyncio.Future[float] = self._loop.create_future()
+        token = self._send_ping()
+        self._pongs[token] = pong
+        try:
+            return await pong
+        finally:
+            self._pongs.pop(token, None)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Ask for signs of life every 0.5 s while inside; look at `silent_for_s` meanwhile."""
+        self._heartbeat.num_watchers += 1
+        soon = time.monotonic() + self._timing.watch_s
+        if not self.is_closed and self._timer_due > soon:
+            self._set_timer(soon)
+        try:
+            yield
+        finally:
+            self._heartbeat.num_watchers -= 1
+
+    async def wait_closed(self) -> RemoteError | None:
+        """Wait for the end of the link; return why it ended, None for a proper close by either side."""
+        return await asyncio.shield(self._over)
+
+    async def wait_ready(self) -> None:
+        """Wait until the peer has confirmed the handshake; raise what ended the link before."""
+        await asyncio.shield(self._ready)
+
+    def refuse(self, code: int) -> None:
+        """Accepting side: end the link with an error code instead of confirming it."""
+        self._send_end(code)
+        self._finish(None)
+        self._carrier.websocket.close()
+
+    async def close(self, code: int = 0) -> None:
+        """Send a sealed end (with an error code for the peer, if not 0), then close the socket.
+
+        Waits for the peer's close a second at most.
+        """
+        if not self.is_closed:
+            self._send_end(code)
+            self._finish(None)
+        self._carrier.websocket.close()
+        await self._carrier.websocket.wait_closed()
+
+    # --- the way out
+
+    def _push(self, message: Message, gone: Callable[[], None] | None) -> Outgoing:
+        if self.is_closed:
+            raise self._closed_error()
+        started = time.perf_counter_ns()
+        kind, buffers = encode(message)
+        outgoing = self._outbox.push(kind, lane(message), buffers, gone)
+        self.counters.messages_sent[type(message).__name__] += 1
+        encode_ns = time.perf_counter_ns() - started
+        self._pump()
+        self.last_seal_us = (encode_ns + outgoing.seal_ns) / 1000
+        return outgoing
+
+    async def _wait_gone(self, outgoing: Outgoing) -> None:
+        gone = asyncio.Event()
+        outgoing.gone = gone.set
+        try:
+            await gone.wait()
+        except asyncio.CancelledError:
+            self._outbox.cancel(outgoing)
+            self._pump()
+            raise
+
+    def _pump(self) -> None:
+        """Write a burst; go on after the loop had a turn."""
+        if not self.is_closed and self._carrier.write_burst() and self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump_on)
+
+    def _pump_on(self) -> None:
+        self._pump_handle = None
+        self._pump()
+
+    def _send_end(self, code: int) -> None:
+        """Seal a CLOSE as the very last record; what was waiting is given up."""
+        self._outbox.clear()
+        self._outbox.push(KIND_CLOSE, _CONTROL_LANE, [_CODE.pack(code)])
+        self._carrier.write_last()
+
+    def confirm(self) -> None:
+        """Accepting side: tell the dialler that the handshake holds here too."""
+        self._outbox.push(KIND_READY, _CONTROL_LANE, [])
+        self._pump()
+
+    # --- the way in (transport.FrameReceiver)
+
+    def on_frame(self, frame: Buffer) -> None:
+        started = time.perf_counter_ns()
+        if self.is_closed:
+            return
+        self._heartbeat.heard(time.monotonic())
+        try:
+            match self._carrier.receive(frame):
+                case DataFrame(record=record):
+                    self._take_record(record, started)
+                case PongFrame(token=token):
+                    self._take_pong(token)
+                case ChannelEnd(code=code):
+                    self._end_by_peer(code)
+                case None:
+                    pass
+                case _:
+                    raise ProtocolError(ErrorCode.STATE, "a handshake frame after the handshake")
+        except RemoteError as error:
+            self._fail(error)
+        self._pump()
+
+    def on_writable(self) -> None:
+        self._pump()
+
+    def on_violation(self, error: ProtocolError) -> None:
+        self._fail(error)
+
+    def on_lost(self, error: LinkError) -> None:
+        self._finish(error)
+
+    def _take_record(self, sealed: memoryview, started: int) -> None:
+        whole = self._reassembler.push(self._opener.open(sealed))
+        if whole is None:
+            self._open_ns += time.perf_counter_ns() - started
+            return
+        kind, content = whole
+        if kind == KIND_READY:
+            self._take_ready()
+        elif kind == KIND_CLOSE:
+            self._end_by_peer(_CODE.unpack(content)[0] if len(content) == _CODE.size else None)
+        elif (message := decode(kind, content)) is not None:
+            self.last_open_us = (self._open_ns + time.perf_counter_ns() - started) / 1000
+            self._open_ns = 0
+            self._deliver(message)
+
+    def _deliver(self, message: Message) -> None:
+        self.counters.messages_received[type(message).__name__] += 1
+        try:
+            self._receiver.on_message(self, message)
+        except Exception as error:  # noqa: BLE001 - a receiver's bug must not cost everybody the link
+            logger.error("receiver failed on a %s: %s", type(message).__name__, type(error).__name__)
+
+    def _take_ready(self) -> None:
+        if self.is_dialler and not self._ready.done():
+            self._ready.set_result(None)
+            self._host.on_ready(self)
+
+    def _take_pong(self, token: bytes) -> None:
+        rtt_ms = self._heartbeat.pong(token, time.monotonic())
+        waiter = self._pongs.get(token)
+        if rtt_ms is not None and waiter is not None and not waiter.done():
+            waiter.set_result(rtt_ms)
+
+    # --- the end
+
+    def _end_by_peer(self, code: int | None) -> None:
+        """A sealed CLOSE with 0 is the proper end; any other code, or a bare FIN or RESET, is an error."""
+        if code == 0:
+            self._finish(None)
+        elif code is None:
+            self._finish(LinkError(ErrorCode.LINK_LOST, "the peer ended the link without a sealed end"))
+        else:
+            self._finish(remote_error(code, "the peer ended the link with this code"))
+        self._carrier.websocket.close()
+
+    def _fail(self, error: RemoteError) -> None:
+        """End the link because of what the peer did, and tell it the code."""
+        if self.is_closed:
+            return
+        self._carrier.mux.end(self._channel, int(error.code))
+        self._carrier.write_last()
+        self._finish(error)
+        self._carrier.websocket.close()
+
+    def _finish(self, error: RemoteError | None) -> None:
+        if self.is_closed:
+            return
+        self._over.set_result(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pump_handle is not None:
+            self._pump_handle.cancel()
+        self._outbox.clear()
+        self._reassembler.close()
+        waiters: list[asyncio.Future[Any]] = [*self._pongs.values(), self._ready]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(self._closed_error())
+                waiter.exception()  # nobody need look
+        self._host.on_over(self, error)
+
+    def _closed_error(self) -> RemoteError:
+        error = self._over.result()
+        if error is None:
+            return LinkError(ErrorCode.LINK_LOST, "the link is closed")
+        return remote_error(error.code, error.text, hop=error.hop)
+
+    # --- the heartbeat
+
+    def _send_ping(self) -> bytes:
+        token = self._heartbeat.ping(time.monotonic())
+        self._carrier.mux.ping(token)
+        self._pump()
+        return token
+
+    def _check_heartbeat(self) -> None:
+        now = time.monotonic()
+        match self._heartbeat.check(now):
+            case "dead":
+                silence_s = now - self._heartbeat.last_heard
+                self._finish(LinkError(ErrorCode.KEEPALIVE, f"the peer was silent for {silence_s:.1f} s"))
+                self._carrier.websocket.abort()
+                return
+            case "ping":
+                self._send_ping()
+        self._set_timer(self._heartbeat.next_check)
+
+    def _set_timer(self, due: float) -> None:
+        """Check at `due`, on the monotonic clock: uvloop's own counts whole milliseconds."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._loop.call_later(due - time.monotonic(), self._check_heartbeat)
+
+
+def __getattr__(name: str) -> Any:  # until every import says routing.endpoint
+    if name == "Endpoint":
+        from routing.endpoint import Endpoint
+
+        return Endpoint
+    raise AttributeError(name)

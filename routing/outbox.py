@@ -1,0 +1,231 @@
+"""Messages waiting to be sealed, taken record by record in turn, so that a small one never waits behind a bulk.
+
+Messages of one lane stay in order; lanes take turns. Sans I/O: `mux.py` asks for the next record when there is
+credit for it, and it is sealed at that moment, so nonce order is wire order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from routing.errors import ErrorCode, ProtocolError
+from routing.records import (
+    MAX_IN_FLIGHT,
+    MAX_OPEN_MESSAGES,
+    MAX_PAYLOAD,
+    OVERHEAD,
+    TOTAL,
+    WHOLE,
+    RecordFlag,
+    Sealer,
+)
+from routing.types import Buffer
+
+_MAX_OPEN_BYTES = MAX_IN_FLIGHT // 2  # of one link: two links stay within what a peer accepts from us
+
+
+class Outgoing:
+    """One message on its way: how much of it is sealed, and whom to tell when all of it is."""
+
+    __slots__ = (
+        "_buffers",
+        "gone",
+        "is_aborted",
+        "is_done",
+        "kind",
+        "lane",
+        "message_id",
+        "seal_ns",
+        "sent",
+        "size",
+    )
+
+    def __init__(
+        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], None] | None
+    ) -> None:
+        self.kind = kind
+        self.lane = lane
+        self._buffers = deque(memoryview(buffer).cast("B") for buffer in buffers)
+        self.size = sum(len(buffer) for buffer in self._buffers)
+        self.sent = 0
+        self.message_id = 0
+        self.gone = gone
+        self.is_done = False
+        self.is_aborted = False
+        self.seal_ns = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it fits one record."""
+        return self.size <= MAX_PAYLOAD
+
+    @property
+    def is_begun(self) -> bool:
+        return self.sent > 0
+
+    def next_size(self) -> int:
+        """Payload bytes of its next record, the announced total included, padding not."""
+        if self.is_aborted:
+            return 0
+        announced = 0 if self.is_whole or self.is_begun else TOTAL.size
+        return min(MAX_PAYLOAD, announced + self.size - self.sent)
+
+    def take(self, size: int) -> list[Buffer]:
+        """Return the next `size` bytes as views."""
+        pieces: list[Buffer] = []
+        self.sent += size
+        while size:
+            head = self._buffers[0]
+            if len(head) <= size:
+                pieces.append(self._buffers.popleft())
+            else:
+                pieces.append(head[:size])
+                self._buffers[0] = head[size:]
+            size -= len(pieces[-1])
+        return pieces
+
+    def finish(self) -> None:
+        """Mark it as gone, or given up, and drop what it holds."""
+        self.is_done = True
+        self._buffers.clear()
+        gone, self.gone = self.gone, None
+        if gone is not None:
+            gone()
+
+
+class Outbox:
+    """The sending half of a session: a `mux.RecordSource`."""
+
+    def __init__(self, sealer: Sealer, max_message: int) -> None:
+        self._sealer = sealer
+        self._max_message = max_message
+        self._lanes: dict[bytes, deque[Outgoing]] = {}
+        self._turns: deque[bytes] = deque()
+        self._next_id = 0
+        self._open: set[Outgoing] = set()
+        self._open_bytes = 0
+        self.waiting_bytes = 0
+
+    def push(
+        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], None] | None = None
+    ) -> Outgoing:
+        """Queue a message; `gone` is called once its last record is sealed, or it is given up.
+
+        Raises `ProtocolError` TOO_BIG when the peer said that it takes no message of this size.
+        """
+        outgoing = Outgoing(kind, lane, buffers, gone)
+        if outgoing.size > self._max_message:
+            raise ProtocolError(
+                ErrorCode.TOO_BIG,
+                f"a message of {outgoing.size} B; the peer takes {self._max_message} B at most",
+            )
+        outgoing.message_id = self._next_id
+        self._next_id = (self._next_id + 1) & 0xFFFFFFFF
+        queue = self._lanes.get(lane)
+        if queue is None:
+            queue = self._lanes[lane] = deque()
+            self._turns.append(lane)
+        queue.append(outgoing)
+        self.waiting_bytes += outgoing.size
+        return outgoing
+
+    def cancel(self, outgoing: Outgoing) -> None:
+        """Give a message up: forget it, or tell the peer when part of it has left."""
+        if outgoing.is_done:
+            return
+        self.waiting_bytes -= outgoing.size - outgoing.sent
+        if outgoing.is_begun:
+            outgoing.is_aborted = True
+            return
+        self._remove(outgoing)
+        outgoing.finish()
+
+    def clear(self) -> None:
+        """Give up everything, without a word to the peer: the session is over."""
+        queues = list(self._lanes.values())
+        self._lanes.clear()
+        self._turns.clear()
+        self._open.clear()
+        self._open_bytes = self.waiting_bytes = 0
+        for queue in queues:
+            for outgoing in queue:
+                outgoing.finish()
+
+    def next_size(self) -> int | None:
+        """Sealed size of the record whose turn it is; None when nothing is waiting."""
+        outgoing = self._turn()
+        if outgoing is None:
+            return None
+        size = outgoing.next_size()
+        return OVERHEAD + size + self._pad(outgoing, size)
+
+    def seal_next(self, out: memoryview) -> None:
+        """Seal the record whose turn it is into `out`, of `next_size()` bytes, and pass the turn on."""
+        started = time.perf_counter_ns()
+        outgoing = self._turn()
+        assert outgoing is not None, "nothing is waiting"
+        size = outgoing.next_size()
+        pad = self._pad(outgoing, size)
+        flags, pieces = self._next_record(outgoing, size)
+        self._sealer.seal_into(out, outgoing.kind, flags, outgoing.message_id, pieces, pad)
+        outgoing.seal_ns += time.perf_counter_ns() - started
+        is_last = bool(flags & (RecordFlag.END | RecordFlag.ABORT))
+        self._pass_turn(outgoing, is_last=is_last)
+
+    def _next_record(self, outgoing: Outgoing, size: int) -> tuple[int, list[Buffer]]:
+        if outgoing.is_aborted:
+            return RecordFlag.ABORT, []
+        if outgoing.is_whole:
+            self.waiting_bytes -= size
+            return WHOLE, outgoing.take(size)
+        if not outgoing.is_begun:
+            self._open.add(outgoing)
+            self._open_bytes += outgoing.size
+            self.waiting_bytes -= size - TOTAL.size
+            return RecordFlag.FIRST, [TOTAL.pack(outgoing.size), *outgoing.take(size - TOTAL.size)]
+        self.waiting_bytes -= size
+        pieces = outgoing.take(size)
+        return (RecordFlag.END if outgoing.sent == outgoing.size else 0), pieces
+
+    def _pad(self, outgoing: Outgoing, size: int) -> int:
+        if outgoing.is_aborted or (not outgoing.is_whole and outgoing.sent + size < outgoing.size):
+            return 0
+        return self._sealer.pad_for(size, is_whole=outgoing.is_whole)
+
+    def _turn(self) -> Outgoing | None:
+        """The first message in turn that may go: small, begun, or within what may be open at once."""
+        for _ in range(len(self._turns)):
+            outgoing = self._lanes[self._turns[0]][0]
+            if outgoing.is_whole or outgoing.is_begun or self._may_begin(outgoing):
+                return outgoing
+            self._turns.rotate(-1)
+        return None
+
+    def _may_begin(self, outgoing: Outgoing) -> bool:
+        if not self._open:
+            return True
+        return len(self._open) < MAX_OPEN_MESSAGES and self._open_bytes + outgoing.size <= _MAX_OPEN_BYTES
+
+    def _pass_turn(self, outgoing: Outgoing, *, is_last: bool) -> None:
+        if not is_last:
+            self._turns.rotate(-1)
+            return
+        if outgoing in self._open:
+            self._open.discard(outgoing)
+            self._open_bytes -= outgoing.size
+        lane = self._turns.popleft()
+        self._lanes[lane].popleft()
+        if self._lanes[lane]:
+            self._turns.append(lane)
+        else:
+            del self._lanes[lane]
+        outgoing.finish()
+
+    def _remove(self, outgoing: Outgoing) -> None:
+        queue = self._lanes[outgoing.lane]
+        queue.remove(outgoing)
+        if not queue:
+            del self._lanes[outgoing.lane]
+            self._turns.remove(outgoing.lane)

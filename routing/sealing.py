@@ -1,0 +1,175 @@
+"""What only one party may read: route entries (HPKE to one node) and answers (to the gateway), and proofs.
+
+RFC 9180 HPKE, base mode, DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, ChaCha20-Poly1305.
+Knows nothing of links: what is sealed here stays sealed for whoever passes it on.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import replace
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+from routing.errors import ErrorCode, SecurityError
+from routing.maps import U32, MapReader, malformed, pack_map, unpack_map
+from routing.steps import answer_header
+from routing.types import Answer, HopEntry, NodeAddress, NodeId, SessionId, StepFlag
+
+KEY_SIZE = 32
+PROOF_SIZE = 32
+MAX_ENTRY_SIZE = 16 << 10  # room for 300 biases in `sampling`
+MAX_HOPS = 128
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+_ENTRY_DOMAIN = b"diffuse/hop-entry/1"
+_PROOF_DOMAIN = b"diffuse/proof/1"
+_ANSWER_NONCE = struct.Struct(">IQ")  # epoch, step
+_PLACE = struct.Struct(">16sHH")  # sid, epoch, hop
+
+
+class SealKey:
+    """A node's X25519 key that route entries are sealed to; it lives as long as the process."""
+
+    def __init__(self, private_key: X25519PrivateKey) -> None:
+        self._private_key = private_key
+        self.public: bytes = private_key.public_key().public_bytes_raw()
+
+    @classmethod
+    def generate(cls) -> SealKey:
+        """Make a fresh key."""
+        return cls(X25519PrivateKey.generate())
+
+    def open(self, sealed: bytes, aad: bytes) -> bytes:
+        """Return what was sealed to this key; raise `SecurityError` DECRYPT when it was not, or not so."""
+        try:
+            return _SUITE.decrypt(sealed, self._private_key, info=_ENTRY_DOMAIN + aad)
+        except (InvalidTag, ValueError) as error:
+            raise SecurityError(ErrorCode.DECRYPT, "a route entry was not sealed to this node") from error
+
+
+def entry_aad(session_id: SessionId, epoch: int, hop: int) -> bytes:
+    """Return what an entry is bound to: its session, its epoch and its place in the chain."""
+    return _PLACE.pack(session_id, epoch, hop)
+
+
+def seal_entry(entry: HopEntry, seal_public_key: bytes, aad: bytes = b"") -> bytes:
+    """Seal one node's part of a route, so that it alone learns it. `aad`: see `entry_aad`."""
+    try:
+        public_key = X25519PublicKey.from_public_bytes(seal_public_key)
+        return _SUITE.encrypt(encode_entry(entry), public_key, info=_ENTRY_DOMAIN + aad)
+    except ValueError as error:
+        raise SecurityError(ErrorCode.HANDSHAKE, "a node's sealing key is no X25519 key") from error
+
+
+def open_entry(sealed: bytes, seal_key: SealKey, aad: bytes = b"") -> HopEntry:
+    """Open our part of a route; raise `SecurityError` DECRYPT or `ProtocolError` MALFORMED."""
+    return decode_entry(seal_key.open(sealed, aad))
+
+
+def seal_answer(answer_key: bytes, answer: Answer) -> Answer:
+    """Seal an answer's payload for the gateway, bound to its header. Traces stay readable.
+
+    The nonce is (epoch, step): one answer per step and route key, which a repeated step sends again as it is.
+    """
+    marked = replace(answer, flags=answer.flags | StepFlag.SEALED)
+    nonce = _ANSWER_NONCE.pack(answer.epoch, answer.step)
+    payload = ChaCha20Poly1305(answer_key).encrypt(nonce, answer.payload, answer_header(marked))
+    return replace(marked, payload=payload)
+
+
+def open_answer(answer_key: bytes, answer: Answer) -> Answer:
+    """Open a sealed answer (any other is refused); raise `SecurityError` DECRYPT. The payload is writable."""
+    if not answer.flags & StepFlag.SEALED or len(answer.payload) < 16:
+        raise SecurityError(ErrorCode.DECRYPT, "an answer that came down the chain is not sealed")
+    nonce = _ANSWER_NONCE.pack(answer.epoch, answer.step)
+    payload = bytearray(len(answer.payload) - 16)
+    try:
+        ChaCha20Poly1305(answer_key).decrypt_into(nonce, answer.payload, answer_header(answer), payload)
+    except InvalidTag as error:
+        raise SecurityError(ErrorCode.DECRYPT, "a sealed answer does not authenticate") from error
+    return replace(answer, payload=memoryview(payload), flags=answer.flags & ~StepFlag.SEALED)
+
+
+def proof(route_key: bytes, purpose: bytes, session_id: SessionId, epoch: int) -> bytes:
+    """Return the 32-byte proof that its maker holds the route key (HMAC-SHA256, RFC 2104)."""
+    text = _PROOF_DOMAIN + struct.pack(">B", len(purpose)) + purpose + session_id + struct.pack(">H", epoch)
+    return hmac.digest(route_key, text, "sha256")
+
+
+def is_proof(claim: bytes, route_key: bytes, purpose: bytes, session_id: SessionId, epoch: int) -> bool:
+    """Compare a claimed proof in constant time."""
+    return hmac.compare_digest(claim, proof(route_key, purpose, session_id, epoch))
+
+
+def encode_entry(entry: HopEntry) -> bytes:
+    """Return an entry's plain bytes."""
+    fields: dict[str, object] = {
+        "k": entry.route_key,
+        "h": entry.hop,
+        "n": entry.num_hops,
+        "g": entry.gateway_id,
+        "d": entry.model_digest,
+        "a": entry.start,
+        "b": entry.end,
+        "i": int(entry.wire_in),
+        "o": int(entry.wire_out),
+        "p": entry.max_positions,
+        "t": entry.idle_timeout_s,
+        "ro": entry.run_opening,
+        "rc": entry.run_closing,
+        "ak": entry.answer_key,
+        "te": entry.tenant,
+    }
+    if entry.next_hop is not None:
+        fields["nx"] = [entry.next_hop.node_id, entry.next_hop.host, entry.next_hop.port]
+    if entry.sampling is not None:
+        fields["sa"] = dict(entry.sampling)
+    return pack_map(fields, MAX_ENTRY_SIZE)
+
+
+def decode_entry(content: bytes) -> HopEntry:
+    """Return the entry that `content` holds; raise `ProtocolError` MALFORMED or TOO_BIG."""
+    fields = MapReader(unpack_map(content, MAX_ENTRY_SIZE))
+    num_hops = fields.integer("n", 1, MAX_HOPS)
+    start, end = fields.layer_range("a", "b")
+    return HopEntry(
+        route_key=fields.blob("k", KEY_SIZE),
+        hop=fields.integer("h", 0, num_hops - 1),
+        num_hops=num_hops,
+        gateway_id=NodeId(fields.blob("g", 32)),
+        model_digest=fields.blob("d", 32),
+        start=start,
+        end=end,
+        wire_in=fields.dtype("i"),
+        wire_out=fields.dtype("o"),
+        max_positions=fields.integer("p", 1, U32),
+        idle_timeout_s=fields.integer("t", 1, U32),
+        next_hop=_read_next_hop(fields),
+        answer_key=_optional_blob(fields, "ak", KEY_SIZE),
+        run_opening=fields.flag("ro"),
+        run_closing=fields.flag("rc"),
+        sampling=fields.plain("sa") if "sa" in fields else None,
+        tenant=_optional_blob(fields, "te", 8),
+    )
+
+
+def _read_next_hop(fields: MapReader) -> NodeAddress | None:
+    if "nx" not in fields:
+        return None
+    match fields.plain_list("nx"):
+        case [bytes(peer), str(host), int(port)] if (
+            len(peer) == 32 and 0 < len(host) <= 255 and 0 < port < 65536
+        ):
+            return NodeAddress(NodeId(peer), host, port)
+    raise malformed("a route entry's next hop is no address")
+
+
+def _optional_blob(fields: MapReader, key: str, size: int) -> bytes:
+    value = fields.blob(key, None, default=b"")
+    if len(value) not in (0, size):
+        raise malformed(f"field {key!r} is not {size} bytes")
+    return value

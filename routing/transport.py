@@ -1,0 +1,382 @@
+"""Frames over websockets: a thin asyncio shell around the sans-I/O protocol objects of the `websockets` library.
+
+The only module that imports `websockets`, and where its exceptions and the system's become ours. Compression is
+never offered; the library's own keep-alive is not used (`heartbeat.py` is). Knows nothing of what frames hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from websockets.client import ClientProtocol
+from websockets.frames import CloseCode, Frame, Opcode
+from websockets.http11 import Request, Response
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+from websockets.uri import parse_uri
+
+from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError
+from routing.maps import malformed
+from routing.mux import MAX_FRAME
+from routing.types import Buffer
+
+CLOSE_TIMEOUT_S = 1.0  # a peer that does not answer a close is cut off after this
+WRITE_LIMIT = 256 << 10  # B waiting in user space before frames are held back; four full frames
+_BACKLOG = 128
+
+
+class FrameReceiver(Protocol):
+    """Whoever owns a transport. Called on the event loop, in wire order."""
+
+    def on_frame(self, frame: Buffer) -> None: ...
+
+    def on_writable(self) -> None:
+        """Frames may be written again."""
+
+    def on_violation(self, error: ProtocolError) -> None:
+        """The peer broke the rules of the websocket; nothing more will be read."""
+
+    def on_lost(self, error: LinkError) -> None:
+        """The connection is gone. Called once, last, also after our own `close`."""
+
+
+class WebSocket(asyncio.Protocol):
+    """One connection, either side. `receiver` may be replaced between two frames."""
+
+    def __init__(self, protocol: ClientProtocol | ServerProtocol) -> None:
+        self._protocol = protocol
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._pieces: list[Buffer] = []  # of a message that something on the way cut into fragments
+        self._close_timer: asyncio.TimerHandle | None = None
+        self._reason = "the connection was lost"
+        self._is_paused = False
+        self._is_closing = False  # by us: nothing more is read
+        self._is_over = False
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        self.receiver: FrameReceiver | None = None
+        self.peer_host = ""
+        self._opened_at = self._loop.time()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a frame can be written now: the connection is open and its buffer has room."""
+        return not self._is_paused and not self._is_over and self._protocol.state is State.OPEN
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the connection was made."""
+        return self._loop.time() - self._opened_at
+
+    def write(self, frame: Buffer) -> None:
+        """Send one frame as one binary message. Only while `is_writable`, or for a last word."""
+        if not self._is_over and self._protocol.state is State.OPEN:
+            self._protocol.send_binary(frame)
+            self._flush()
+
+    def close(self) -> None:
+        """Send a websocket close and let the peer answer it for CLOSE_TIMEOUT_S, then abort."""
+        if self._is_over or self._is_closing:
+            return
+        self._is_closing = True
+        if self._protocol.state is State.OPEN:
+            self._protocol.send_close(CloseCode.NORMAL_CLOSURE)
+            self._flush()
+        self._expect_close()
+
+    def abort(self) -> None:
+        """Cut the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone."""
+        await asyncio.shield(self.closed)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=WRITE_LIMIT)
+        peer = transport.get_extra_info("peername")
+        self.peer_host = peer[0] if peer else ""
+        raw = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, chunk: bytes) -> None:
+        self._protocol.receive_data(chunk)
+        events = self._protocol.events_received()
+        self._flush()
+        for event in events:
+            self._take(event)
+        if self._protocol.close_expected():
+            self._report_violation()
+            self._expect_close()
+
+    def eof_received(self) -> None:
+        self._protocol.receive_eof()
+        self._flush()
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        if self.receiver is not None and self.is_writable:
+            self.receiver.on_writable()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_over = True
+        self._protocol.receive_eof()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+        if error is not None:
+            self._reason = f"the connection was lost: {_said(error)}"
+        if not self.closed.done():
+            self.closed.set_result(None)
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.on_lost(LinkError(ErrorCode.LINK_LOST, self._reason))
+
+    def _take(self, event: object) -> None:
+        if isinstance(event, Frame) and not self._is_over:
+            match event.opcode:
+                case Opcode.BINARY | Opcode.CONT:
+                    self._take_piece(event)
+                case Opcode.TEXT:
+                    self._protocol.fail(CloseCode.UNSUPPORTED_DATA)
+                    self._flush()
+                    self._violated(malformed("a text message on a link"))
+                case Opcode.CLOSE:
+                    self._reason = "the peer closed the connection without a sealed end"
+
+    def _take_piece(self, frame: Frame) -> None:
+        if frame.fin and not self._pieces:
+            self._deliver(frame.data)
+            return
+        self._pieces.append(frame.data)
+        if frame.fin:
+            whole, self._pieces = b"".join(self._pieces), []
+            self._deliver(whole)
+
+    def _deliver(self, frame: Buffer) -> None:
+        if self.receiver is not None and not self._is_closing:
+            self.receiver.on_frame(frame)
+
+    def _report_violation(self) -> None:
+        error = self._protocol.parser_exc
+        if error is not None and not isinstance(error, EOFError):
+            is_size = self._protocol.close_sent is not None and self._protocol.close_sent.code == 1009
+            code = ErrorCode.TOO_BIG if is_size else ErrorCode.MALFORMED
+            self._violated(
+                ProtocolError(code, f"the peer broke the websocket protocol: {type(error).__name__}")
+            )
+
+    def _violated(self, error: ProtocolError) -> None:
+        if self.receiver is not None:
+            self.receiver.on_violation(error)
+
+    def _expect_close(self) -> None:
+        if self._close_timer is None and not self._is_over:
+            self._close_timer = self._loop.call_later(CLOSE_TIMEOUT_S, self.abort)
+
+    def _flush(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self._protocol.data_to_send()
+            return
+        for chunk in self._protocol.data_to_send():
+            if chunk:
+                transport.write(chunk)
+            else:
+                transport.close()  # what is buffered still leaves; both ends have said all they will
+                self._expect_close()
+
+
+class _Dialled(WebSocket):
+    """The dialling side: upgrades, then is `ready`."""
+
+    def __init__(self, protocol: ClientProtocol) -> None:
+        super().__init__(protocol)
+        self._client = protocol
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._client.send_request(self._client.connect())
+        self._flush()
+
+    def _take(self, event: object) -> None:
+        if not isinstance(event, Response):
+            super()._take(event)
+        elif not self.ready.done():
+            self._settle()
+
+    def data_received(self, chunk: bytes) -> None:
+        super().data_received(chunk)
+        if self._client.handshake_exc is not None:
+            self._settle()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.ready.done():
+            return
+        error = self._client.handshake_exc
+        if error is None and self._client.state is State.OPEN:
+            self.ready.set_result(None)
+            return
+        said = f": {error}" if error is not None else ""
+        self.ready.set_exception(LinkError(ErrorCode.LINK_LOST, f"no node answers there{said}"))
+
+
+class _Accepted(WebSocket):
+    """The accepting side: answers the upgrade, then hands itself over."""
+
+    def __init__(self, protocol: ServerProtocol, on_accept: Callable[[WebSocket], None]) -> None:
+        super().__init__(protocol)
+        self._server = protocol
+        self._on_accept = on_accept
+
+    def _take(self, event: object) -> None:
+        if not isinstance(event, Request):
+            super()._take(event)
+            return
+        self._server.send_response(self._server.accept(event))
+        self._flush()
+        if self._server.state is State.OPEN:
+            self._on_accept(self)
+
+
+async def dial_websocket(host: str, port: int, timeout_s: float) -> WebSocket:
+    """Connect and upgrade; raise `LinkError` TIMEOUT or LINK_LOST with what the system said.
+
+    Environment proxies are not used and redirects are not followed: an address means that address.
+    """
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    websocket: _Dialled | None = None
+
+    def build() -> _Dialled:
+        protocol = ClientProtocol(parse_uri(f"ws://{place}/"), max_size=MAX_FRAME)
+        return _Dialled(protocol)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, websocket = await asyncio.get_running_loop().create_connection(build, host, port)
+            await asyncio.shield(websocket.ready)
+    except TimeoutError as error:
+        _abandon(websocket)
+        raise LinkError(ErrorCode.TIMEOUT, f"{place} did not answer within {timeout_s:g} s") from error
+    except (OSError, UnicodeError, ValueError) as error:
+        raise LinkError(ErrorCode.LINK_LOST, f"cannot reach {place}: {_said(error)}") from error
+    except BaseException:
+        _abandon(websocket)
+        raise
+    return websocket
+
+
+class Listener:
+    """A bound socket that accepts connections."""
+
+    def __init__(self, server: asyncio.Server, pending: set[WebSocket]) -> None:
+        self._server = server
+        self._pending = pending
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The bound host and port."""
+        name = self._server.sockets[0].getsockname()
+        return name[0], name[1]
+
+    @property
+    def num_pending(self) -> int:
+        """Connections that are accepted and not upgraded yet."""
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Stop accepting, and cut connections that are not upgraded yet."""
+        self._server.close()
+        for websocket in tuple(self._pending):
+            websocket.abort()
+
+
+async def listen_websocket(
+    host: str,
+    port: int,
+    *,
+    admit: Callable[[str], bool],
+    on_accept: Callable[[WebSocket], None],
+    timeout_s: float,
+) -> Listener:
+    """Bind and accept; raise `LinkError` LINK_LOST when the address cannot be bound.
+
+    `admit` is asked with the peer's address before a byte is read; connections that are not upgraded within
+    `timeout_s` are cut.
+    """
+    loop = asyncio.get_running_loop()
+    pending: set[WebSocket] = set()
+
+    def build() -> _Accepted:
+        protocol = ServerProtocol(origins=[None], max_size=MAX_FRAME)  # browsers send an Origin: not for them
+        return _Gated(protocol, on_accept, admit, pending, timeout_s)
+
+    try:
+        server = await loop.create_server(build, host, port, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise LinkError(ErrorCode.LINK_LOST, f"cannot listen on {host}:{port}: {_said(error)}") from error
+    return Listener(server, pending)
+
+
+class _Gated(_Accepted):
+    """An accepted connection that is refused before its first byte, or cut when it dawdles."""
+
+    def __init__(
+        self,
+        protocol: ServerProtocol,
+        on_accept: Callable[[WebSocket], None],
+        admit: Callable[[str], bool],
+        pending: set[WebSocket],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(protocol, self._upgraded)
+        self._hand_over = on_accept
+        self._admit = admit
+        self._pending = pending
+        self._timer = self._loop.call_later(timeout_s, self.abort)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._admit(self.peer_host):
+            self.abort()
+        self._pending.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        self._pending.discard(self)
+        super().connection_lost(error)
+
+    def _upgraded(self, websocket: WebSocket) -> None:
+        self._timer.cancel()
+        self._pending.discard(self)
+        self._hand_over(websocket)
+
+
+def _abandon(websocket: WebSocket | None) -> None:
+    if websocket is not None:
+        websocket.abort()
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, RemoteError):
+        return error.text
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or type(error).__name__

@@ -1,0 +1,316 @@
+"""Models on a hub: small files whole, weights by byte range, so that a node fetches only its own layers.
+
+Talks to the hub through huggingface_hub's own client, tokens and settings (HF_ENDPOINT, HF_TOKEN,
+HF_HUB_OFFLINE). Ranges land at their place in a sparse local file and stay; a shard that the hub's cache
+holds whole is used as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from huggingface_hub import constants, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but exported without a stub
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
+from tqdm.auto import tqdm
+
+from slicing.cache import cache_root, locked
+from slicing.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, pick_indexed, read_config_map, read_index
+from slicing.errors import ModelError
+from slicing.progress import Progress, no_progress
+from slicing.sparse_file import Range, SparseFile, merged, pieces
+from slicing.tensor_file import LENGTH_BYTES, TensorRange, header_length, parse_header, read_tensor_ranges
+
+SMALL_FILES = [
+    "*.jinja",
+    "added_tokens.json",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    INDEX_NAME,
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+]
+PIECE_BYTES = 64 << 20  # noted as done one by one: what an interruption can cost
+STREAM_BYTES = 1 << 20
+NUM_CONNECTIONS = 4
+NUM_HEADERS_AT_ONCE = 8
+NUM_ATTEMPTS = 5
+FIRST_WAIT_S = 0.5  # doubled at every attempt: 7.5 s in all
+TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class RangesIgnoredError(Exception):
+    """The server answers a range request with the whole file."""
+
+
+def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_progress) -> Checkpoint:
+    """Open "org/name" or "org/name@revision": fetch its small files and its shards' headers, no weights.
+
+    Raises `ModelError`, its text saying what to do (a wrong name, a gate, no network).
+    """
+    repo, _, revision = model.partition("@")
+    with _explained(model):
+        small_files = snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=SMALL_FILES,
+            tqdm_class=_reporting_bar(no_progress),
+        )
+    folder = Path(small_files)
+    read_config_map(folder)
+    index = folder / INDEX_NAME
+    shard_of = read_index(index) if index.is_file() else None
+    names = sorted(set(shard_of.values())) if shard_of is not None else [SINGLE_NAME]
+    shards = HubShards(model, repo, folder, cache_root(cache_dir) / "hub" / repo.replace("/", "--"), progress)
+    with ThreadPoolExecutor(NUM_HEADERS_AT_ONCE) as pool:
+        headers = dict(zip(names, pool.map(shards.open, names), strict=True))
+    if shard_of is None:
+        return Checkpoint(model, folder, headers[SINGLE_NAME], fetcher=shards)
+    tensors: dict[str, TensorRange] = {}
+    for shard, header in headers.items():
+        wanted = {name for name, holder in shard_of.items() if holder == shard}
+        tensors.update(pick_indexed(header, wanted, folder / shard))
+    return Checkpoint(model, folder, tensors, fetcher=shards)
+
+
+class HubShards:
+    """The weight files of one model at one commit: fetched range by range into the cache."""
+
+    def __init__(self, model: str, repo: str, folder: Path, store: Path, progress: Progress) -> None:
+        self.model = model
+        self.repo = repo
+        self.folder = folder  # the hub cache's snapshot; its name is the commit, so the content never changes
+        self.store = store / folder.name
+        self.progress = progress
+        self.wait: Callable[[float], None] = time.sleep
+
+    def open(self, shard: str) -> dict[str, TensorRange]:
+        """Return the shard's tensors, fetching its header, or all of it when the server ignores ranges."""
+        if (self.folder / shard).is_file():
+            return read_tensor_ranges(self.folder / shard)
+        file = SparseFile(self.store / shard)
+        with _explained(self.model), locked(file.path):
+            try:
+                self._bring(file, [(0, LENGTH_BYTES)])
+                size = file.size() or 0
+                with file.path.open("rb") as stream:
+                    length = header_length(stream.read(LENGTH_BYTES), size, file.path)
+                    self._bring(file, [(LENGTH_BYTES, LENGTH_BYTES + length)])
+                    return parse_header(stream.read(length), size, file.path)
+            except RangesIgnoredError:
+                logger.warning("the server ignores byte ranges: fetching %s of %s whole", shard, self.model)
+                bar = _reporting_bar(self.progress)
+                return read_tensor_ranges(
+                    Path(hf_hub_download(self.repo, shard, revision=self.folder.name, tqdm_class=bar))
+                )
+
+    def fetch(self, ranges: Iterable[TensorRange], progress: Progress) -> None:
+        """Bring every byte of `ranges` that is not here yet into its local file. Raises `ModelError`."""
+        wanted: dict[Path, list[Range]] = defaultdict(list)
+        for tensor in ranges:
+            if tensor.file.is_relative_to(self.store):
+                wanted[tensor.file].append((tensor.begin, tensor.end))
+        missing = {file: SparseFile(file).missing(parts) for file, parts in wanted.items()}
+        total = sum(end - begin for parts in missing.values() for begin, end in parts)
+        self._check_space(total)
+        meter = _Meter(progress, total)
+        for path, parts in missing.items():
+            with _explained(self.model), locked(path):
+                self._bring(SparseFile(path), parts, meter)
+
+    def _bring(self, file: SparseFile, wanted: list[Range], meter: _Meter | None = None) -> None:
+        """Download what of `wanted` is missing, a few pieces at a time; the caller holds the file's lock."""
+        missing = file.missing(wanted)
+        noting = threading.Lock()
+
+        def bring_piece(piece: Range) -> None:
+            self._download(file, *piece, meter)
+            with noting:
+                file.add(*piece)
+
+        if meter is not None:
+            meter.add(
+                _num_bytes(merged(wanted)) - _num_bytes(missing)
+            )  # came meanwhile, from another process
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            for _ in pool.map(bring_piece, pieces(missing, PIECE_BYTES)):
+                pass
+
+    def _download(self, file: SparseFile, begin: int, end: int, meter: _Meter | None) -> None:
+        """Write [begin, end) of the remote file into the local one, resuming after transient errors."""
+        offset, failures = begin, 0
+        while offset < end:
+            try:
+                for data in self._stream(file, offset, end):
+                    with file.path.open("rb+") as stream:
+                        os.pwrite(stream.fileno(), data, offset)
+                    offset += len(data)
+                    if meter is not None:
+                        meter.add(len(data))
+            except (httpx2.TransportError, HfHubHTTPError) as error:
+                failures += 1
+                if failures >= NUM_ATTEMPTS or not _is_transient(error):
+                    raise
+                self.wait(FIRST_WAIT_S * 2 ** (failures - 1))
+
+    def _stream(self, file: SparseFile, begin: int, end: int) -> Iterator[bytes]:
+        """Ask for [begin, end) and yield it as it comes; makes the local file once the size is known."""
+        url = hf_hub_url(self.repo, file.path.name, revision=self.folder.name)
+        headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+            if response.status_code >= 400:
+                response.read()
+            hf_raise_for_status(response)
+            if response.status_code != 206:
+                raise RangesIgnoredError
+            first, last, size = _content_range(response.headers.get("Content-Range", ""), file.path)
+            if (first, last) != (begin, end - 1):
+                raise ModelError(
+                    f"the hub sent bytes {first} to {last} of {file.path.name}, not what was asked"
+                )
+            file.create(size)
+            left = end - begin
+            for data in response.iter_bytes(STREAM_BYTES):
+                yield data[:left]
+                left -= len(data[:left])
+            if left:
+                raise httpx2.RemoteProtocolError("the answer ended early")
+
+    def _check_space(self, total: int) -> None:
+        self.store.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.store).free
+        if total > free:
+            raise ModelError(
+                f"{self.model} needs {total >> 20} MiB more but {self.store} has {free >> 20} MiB left; "
+                "set DIFFUSE_CACHE to a folder with more room"
+            )
+
+
+class _Meter:
+    """Adds up what several threads download and tells it on."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            self._progress("download", self._done, self._total)
+
+
+def _num_bytes(ranges: list[Range]) -> int:
+    return sum(end - begin for begin, end in ranges)
+
+
+def _content_range(text: str, file: Path) -> tuple[int, int, int]:
+    """Parse "bytes 0-7/1234"."""
+    try:
+        unit, _, rest = text.partition(" ")
+        span, _, size = rest.partition("/")
+        first, _, last = span.partition("-")
+        parsed = int(first), int(last), int(size)
+    except ValueError:
+        parsed, unit = (0, 0, 0), ""
+    if unit != "bytes":
+        raise ModelError(f"the hub's answer for {file.name} has no usable Content-Range: {text!r}")
+    return parsed
+
+
+def _is_transient(error: Exception) -> bool:
+    return not isinstance(error, HfHubHTTPError) or error.response.status_code in TRANSIENT_STATUS
+
+
+def _reporting_bar(progress: Progress) -> type[Any]:
+    """Make the progress-bar class that huggingface_hub wants: it draws nothing and tells `progress`."""
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            self._done = int(kwargs.get("initial") or 0)
+            self._all = int(kwargs.get("total") or 0)
+            super().__init__(*args, **kwargs | {"disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._done += int(n or 0)
+            if self._all:
+                progress("download", self._done, self._all)
+            return None
+
+    return ReportingBar
+
+
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """The one place where the hub client's errors become ours, with what to do about them."""
+    try:
+        yield
+    except GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{model.partition('@')[0]}"
+        raise ModelError(f"{model} is gated: accept its terms at {page}, then set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{model}: the hub knows the model but not this revision") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub at {constants.ENDPOINT} has no model {model.partition('@')[0]}; "
+            "check the name, and set HF_TOKEN if it is private"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise ModelError(
+            f"HF_HUB_OFFLINE is set but {model} is not fully here; fetch it once without"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if constants.is_offline_mode():
+            raise ModelError(
+                f"HF_HUB_OFFLINE is set but {model} is not here; fetch it once without"
+            ) from error
+        raise ModelError(
+            f"cannot reach the hub at {constants.ENDPOINT}, and {model} is not cached here"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ModelError(
+            f"{model} holds no {SINGLE_NAME} (or a shard that its index names); "
+            "pickled weights are refused: look for a safetensors copy"
+        ) from error
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
+        raise ModelError(
+            f"the hub at {constants.ENDPOINT} fails for {model}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

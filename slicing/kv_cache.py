@@ -1,0 +1,261 @@
+"""Holds the keys and values of one session, by global layer number, where only some layers are ever used.
+
+It stands in for transformers' `Cache`. The session owns its position: the runner says where a step begins, and
+nothing is read back from a layer, since a slice's first layers may stay empty for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+
+MIN_CAPACITY = 64  # positions; below this a doubling saves no memory worth a copy
+
+
+class CannotRollBack(Exception):
+    """This session holds a running state (a recurrent or convolution layer), which cannot be taken back."""
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What kind of storage each layer of a model needs."""
+
+    layers: tuple[tuple[str, Mapping[str, Any]], ...]  # transformers' layer type and its settings
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> CacheLayout:
+        """Read it from a configuration, as transformers does for its own cache."""
+        types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        return cls(tuple(zip(types, settings, strict=True)))
+
+
+@dataclass
+class Cursor:
+    """Where the running step begins; the layers of one cache share it."""
+
+    position: int = 0
+
+
+class SlabLayer(CacheLayerMixin):
+    """One layer's keys and values in memory that doubles: [1, heads, capacity, dim] each.
+
+    A layer with a window keeps every position as well, so that a session can be rolled back, but shows attention
+    no more than transformers' own sliding layer does.
+    """
+
+    is_croppable = True
+
+    def __init__(self, cursor: Cursor, window: int | None = None) -> None:
+        super().__init__()
+        self.cursor = cursor
+        self.window = window
+        self.is_sliding = window is not None
+        self.length = 0
+        self.capacity = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [1, heads, rows, dim] at the cursor; return what attention may look at, as views."""
+        begin = self.cursor.position
+        rows = key_states.shape[-2]
+        end = begin + rows
+        if begin > self.length:
+            raise ValueError(f"a step at position {begin} leaves a gap: this layer holds {self.length} positions")
+        if end > self.capacity:
+            self._grow(key_states, value_states, end)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.narrow(2, begin, rows).copy_(key_states)
+        self.values.narrow(2, begin, rows).copy_(value_states)
+        self.length = end
+        visible, first = _visible(begin, rows, self.window)
+        return self.keys.narrow(2, first, visible), self.values.narrow(2, first, visible)
+
+    def get_seq_length(self) -> int:
+        """Return the positions before the running step."""
+        return self.cursor.position
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys `update` will return in this step, and the position of the first."""
+        return _visible(self.cursor.position, query_length, self.window)
+
+    def get_max_length(self) -> int:
+        """Return -1: no limit of its own."""
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for the first rows."""
+        self._grow(key_states, value_states, key_states.shape[-2])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last positions (transformers counts them as a negative number)."""
+        self.length -= abs(tokens_to_remove)
+
+    def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, needed: int) -> None:
+        capacity = max(self.capacity, MIN_CAPACITY)
+        while capacity < needed:
+            capacity *= 2
+        self.keys = _enlarged(self.keys, key_states, self.length, capacity)
+        self.values = _enlarged(self.values, value_states, self.length, capacity)
+        self.capacity = capacity
+        self.is_initialized = True
+
+
+class KVCache(Cache):
+    """The keys and values of one session.
+
+    `length` positions are held; a step at a lower position overwrites what follows it. Layers that keep a running
+    state instead of positions (recurrent, convolution) are transformers' own; they only go forward or back to 0.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
+        self._clear()
+
+    def begin(self, position: int, start: int, end: int) -> None:
+        """Get layers [start, end) ready for a step at `position`.
+
+        Raises `CannotRollBack` when one of them keeps a running state that is at another position.
+        """
+        self._cursor.position = position
+        for number in self._states:
+            if start <= number < end:
+                self._set_back(number, position)
+                self._states[number] = -1  # a step that fails midway leaves no usable state
+
+    def finish(self, length: int, start: int, end: int) -> None:
+        """Note that layers [start, end) hold `length` positions now."""
+        self.length = length
+        for number in self._states:
+            if start <= number < end:
+                self._states[number] = length
+
+    def truncate(self, position: int) -> None:
+        """Forget everything from `position` on. Raises `CannotRollBack` where a running state cannot follow."""
+        if not 0 <= position <= self.length:
+            raise ValueError(f"cannot truncate to position {position}: the session holds {self.length}")
+        for number in self._states:
+            if self._states[number] > position:
+                self._set_back(number, position)
+        for layer in self.layers:
+            if isinstance(layer, SlabLayer):
+                layer.length = min(layer.length, position)
+        self.length = position
+
+    def close(self) -> None:
+        """Free the storage; the cache is empty afterwards."""
+        self._clear()
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the layers take, the room to grow included."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in _tensors_of(layer))
+
+    @property
+    def bytes_per_position(self) -> int:
+        """What one more position takes in the layers used so far, in the long run."""
+        slabs = [layer for layer in self.layers if isinstance(layer, SlabLayer) and layer.capacity]
+        return sum(tensor.nbytes // layer.capacity for layer in slabs for tensor in _tensors_of(layer))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Return the position at which the running step begins, whichever layer is asked."""
+        return self._cursor.position
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys that the layer will show in this step, and the position of the first."""
+        layer = self.layers[layer_idx]
+        window = layer.window if isinstance(layer, SlabLayer) else getattr(layer, "sliding_window", None)
+        return _visible(self._cursor.position, query_length, window)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Which layers show a window only."""
+        return self._sliding
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers hold a running state and nothing else."""
+        return self._linear
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Which layers hold nothing."""
+        return self._dummy
+
+    def __repr__(self) -> str:
+        return f"KVCache(length={self.length}, size_bytes={self.size_bytes})"
+
+    def _clear(self) -> None:
+        self.length = 0
+        self._cursor = Cursor()
+        super().__init__(layers=[_new_layer(*settings, self._cursor) for settings in self.layout.layers])
+        self._states = {
+            number: 0
+            for number, layer in enumerate(self.layers)
+            if not isinstance(layer, SlabLayer | DummyLayer)
+        }
+        self._sliding = [bool(getattr(layer, "is_sliding", False)) for layer in self.layers]
+        self._linear = super().is_linear
+        self._dummy = super().is_dummy
+
+    def _set_back(self, number: int, position: int) -> None:
+        held = self._states[number]
+        layer = self.layers[number]
+        if held == position:
+            return
+        if position == 0:
+            self.layers[number] = _new_layer(*self.layout.layers[number], self._cursor)
+        elif isinstance(layer, DynamicIndexedLayer) and held > position:
+            layer.crop(position - held)
+        else:
+            raise CannotRollBack(f"layer {number} keeps a running state: it can only go on, or start again at 0")
+        self._states[number] = position
+
+
+def _visible(position: int, rows: int, window: int | None) -> tuple[int, int]:
+    """Return how many keys a step of `rows` rows may look at, and the position of the first."""
+    first = 0 if window is None else max(position - window + 1, 0)
+    return position + rows - first, first
+
+
+def _new_layer(layer_type: str, settings: Mapping[str, Any], cursor: Cursor) -> Any:
+    cls = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
+    if cls is DynamicLayer:
+        return SlabLayer(cursor)
+    if cls is DynamicSlidingWindowLayer:
+        return SlabLayer(cursor, settings["sliding_window"])
+    return cls(**settings)
+
+
+def _enlarged(old: torch.Tensor | None, like: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+    heads, dim = like.shape[1], like.shape[3]
+    new = torch.empty((1, heads, capacity, dim), dtype=like.dtype, device=like.device)
+    if old is not None:
+        new.narrow(2, 0, length).copy_(old.narrow(2, 0, length))
+    return new
+
+
+def _tensors_of(layer: Any) -> Sequence[torch.Tensor]:
+    values = [
+        held
+        for value in vars(layer).values()
+        for held in (value.values() if isinstance(value, dict) else (value,))
+    ]
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,0 +1,254 @@
+"""Proves, before a model is served, that cutting it changes nothing: a miniature is run whole and cut.
+
+The miniature is the same class with few layers, small widths and random weights. Every block call's arguments and
+every output must agree bit for bit; the first that does not is named in the refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+
+from slicing.block_slice import BlockSlice
+from slicing.call_plan import BlockCall, BlockForm, first_difference, learn_form, recorded_calls, take_apart
+from slicing.ends import EndNames, Parts, learn_ends, needed_parameters
+from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache
+from slicing.shrink import num_layers_of_one_period, small_configs
+from slicing.stacks import (
+    BlockStack,
+    CannotCut,
+    block_kinds,
+    build_weightless,
+    find_stack,
+    make_hollow,
+    persistent_names,
+    share_tensors,
+)
+
+__all__ = ["CannotCut", "CutReport", "check_cut"]
+
+MAX_PARAMETERS = 30_000_000  # above this the check would take seconds and hundreds of megabytes
+NOISE = 0.1  # added to every weight, so that norms, gates and biases that start at 0 or 1 count
+SEED = 20
+# The steps of the session that is run whole and cut: (position, rows). The second is a chunk on a past, the fourth
+# goes back, the last starts again.
+STEPS = ((0, 6), (6, 3), (9, 1), (10, 1), (8, 2), (10, 1), (0, 4))
+FORWARD_STEPS = STEPS[:4]
+# Other kernels for other row counts move logits of this size by 1e-5 of the largest; a forgotten state by its half.
+CHUNK_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """What the check learned about a model's class on the way to finding that it can be cut."""
+
+    num_layers: int  # of the real model
+    num_kinds: int  # of layers
+    miniature_layers: int
+    form: BlockForm
+    ends: EndNames
+    can_roll_back: bool  # to any position; otherwise only to 0
+
+
+def check_cut(config: PretrainedConfig) -> CutReport:
+    """Check that models of this configuration can be cut exactly; remembered per configuration.
+
+    Raises `CannotCut`, which names the stack, block and argument where it knows them.
+    """
+    key = _digest(config)
+    with _LOCK:
+        found = _FOUND.get(key)
+        if found is None:
+            found = _FOUND[key] = _check(config)
+    if isinstance(found, CannotCut):
+        raise CannotCut(*found.args)
+    return found
+
+
+def _check(config: PretrainedConfig) -> CutReport | CannotCut:
+    try:
+        return _check_whole_against_cut(config)
+    except CannotCut as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a foreign class that fails on a miniature is one that is not served
+        return CannotCut(f"its forward fails when it is run whole and cut: {type(error).__name__}: {error}")
+
+
+def _check_whole_against_cut(config: PretrainedConfig) -> CutReport:
+    real = find_stack(build_weightless(config, torch.float32))
+    kinds = block_kinds(real)
+    model = _build_miniature(config, kinds)
+    stack = find_stack(model)
+    token_ids = _token_ids(model)
+    with recorded_calls(stack) as calls:
+        ends = learn_ends(model, stack, lambda: model(input_ids=token_ids[:, :2], use_cache=False))
+    form = learn_form(stack, calls)
+    _check_width(stack, calls[0], form, model)
+    trial = _Trial(model, form, ends, token_ids)
+    trial.check_against_stock()
+    trial.check_chunks()
+    trial.check_slices()
+    return CutReport(len(real), len(set(kinds)), len(stack), form, ends, trial.can_roll_back)
+
+
+class _Trial:
+    """One miniature, whole and in parts, and the comparisons between them."""
+
+    def __init__(self, model: PreTrainedModel, form: BlockForm, ends: EndNames, token_ids: torch.Tensor) -> None:
+        self.model = model
+        self.form = form
+        self.ends = ends
+        self.token_ids = token_ids
+        self.num_layers = len(find_stack(model))
+        self.layout = CacheLayout.of(model.config)
+        self.whole = self._part(Parts.whole(self.num_layers))
+        self.can_roll_back = True
+
+    def check_against_stock(self) -> None:
+        """Compare the whole model on our cache with the stock model on its own, call by call."""
+        cache = KVCache(self.layout)
+        stock_cache = DynamicCache(config=self.model.config)
+        for position, rows in FORWARD_STEPS:
+            ours = self._run_whole(cache, position, rows)
+            with torch.no_grad():
+                theirs = self.model(
+                    input_ids=self._rows(position, rows), use_cache=True, **{self.whole.cache_argument: stock_cache}
+                )
+            if not _is_near(ours, theirs.logits):
+                raise CannotCut(
+                    f"with our key/value storage {type(self.model).__name__} gives other logits than with its own "
+                    f"(step of {rows} rows at position {position})"
+                )
+
+    def check_chunks(self) -> None:
+        """Compare a prompt run in chunks with the same prompt run at once."""
+        cache = KVCache(self.layout)
+        chunked = [self._run_whole(cache, position, rows) for position, rows in FORWARD_STEPS]
+        last_position, last_rows = FORWARD_STEPS[-1]
+        at_once = self._run_whole(KVCache(self.layout), 0, last_position + last_rows)
+        if not _is_near(torch.cat(chunked, dim=1), at_once):
+            raise CannotCut(f"{type(self.model).__name__} gives other logits when a prompt comes in chunks")
+
+    def check_slices(self) -> None:
+        """Cut at every place at once, one layer a slice, and compare every argument and output."""
+        opening = self._part(Parts(opening=True))
+        middle = self._part(Parts(((0, self.num_layers),)))
+        closing = self._part(Parts(closing=True))
+        caches = [KVCache(self.layout) for _ in range(self.num_layers)]
+        own_cache, whole_cache = KVCache(self.layout), KVCache(self.layout)
+        for position, rows in STEPS:
+            if position < whole_cache.length and not self._roll_back([whole_cache, own_cache, *caches], position):
+                continue
+            with recorded_calls(self.whole.stack) as whole_calls:
+                expected = self._run_whole(whole_cache, position, rows)
+            states = opening.embed_and_run(own_cache, self._rows(position, rows), position, 0)
+            for layer, cache in enumerate(caches):
+                with recorded_calls(middle.stack) as calls:
+                    states = middle.run_blocks(cache, states, position, layer, layer + 1)
+                self._compare_arguments(whole_calls[layer], calls[layer], layer)
+                self._compare_states(whole_calls[layer], states, layer)
+            if not torch.equal(closing.run_to_logits(own_cache, states, position, self.num_layers), expected):
+                raise CannotCut(f"norm and head after {self.whole.stack.name} give other logits when run by themselves")
+
+    def _roll_back(self, caches: Sequence[KVCache], position: int) -> bool:
+        try:
+            for cache in caches:
+                cache.truncate(min(position, cache.length))
+        except CannotRollBack:
+            self.can_roll_back = False
+        return self.can_roll_back or position == 0
+
+    def _compare_arguments(self, whole: BlockCall, cut: BlockCall, layer: int) -> None:
+        block = self.whole.stack.blocks[layer]
+        name = first_difference(take_apart(block, whole, self.form), take_apart(block, cut, self.form))
+        if name is not None:
+            raise CannotCut(
+                f"block {layer} of {self.whole.stack.name} takes {name}, which a slice cannot derive from positions alone"
+            )
+
+    def _compare_states(self, whole: BlockCall, states: torch.Tensor, layer: int) -> None:
+        if not torch.equal(self.form.unwrap(whole.output), states):
+            raise CannotCut(
+                f"block {layer} of {self.whole.stack.name} gives other hidden states when it is run by itself, from "
+                "the same arguments"
+            )
+
+    def _run_whole(self, cache: KVCache, position: int, rows: int) -> torch.Tensor:
+        return self.whole.run_whole(cache, self._rows(position, rows), position)
+
+    def _rows(self, position: int, rows: int) -> torch.Tensor:
+        return self.token_ids[:, position : position + rows]
+
+    def _part(self, parts: Parts) -> BlockSlice:
+        part = build_weightless(self.model.config, torch.float32)
+        stack = find_stack(part)
+        share_tensors(part, self.model, needed_parameters(stack, self.ends, parts))
+        make_hollow(part, "cpu")
+        return BlockSlice(part, stack, self.form)
+
+
+def _build_miniature(config: PretrainedConfig, kinds: Sequence[object]) -> PreTrainedModel:
+    """Build the smallest model of this class that runs and has every change of layer kind of the real one."""
+    reasons = []
+    for small in small_configs(config, num_layers_of_one_period(list(kinds))):
+        try:
+            size = sum(p.numel() for p in build_weightless(small, torch.float32).parameters())
+            if size > MAX_PARAMETERS:
+                raise CannotCut(f"it would have {size} parameters")
+            model = _with_random_weights(small)
+            missing = set(pairwise(kinds)) - set(pairwise(block_kinds(find_stack(model))))
+            if missing:
+                raise CannotCut(f"{len(missing)} changes between kinds of layers do not occur in it")
+            model(input_ids=_token_ids(model)[:, :2], use_cache=False)
+        except CannotCut as error:
+            reasons.append(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a foreign class raises over odd sizes
+            reasons.append(f"{type(error).__name__}: {error}")
+        else:
+            return model
+    raise CannotCut(f"no miniature of a {type(config).__name__} could be built: {'; '.join(reasons) or 'no attempt'}")
+
+
+def _with_random_weights(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        stored = persistent_names(model)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in stored and tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * NOISE)
+    return model
+
+
+def _token_ids(model: PreTrainedModel) -> torch.Tensor:
+    """Return token ids [1, n], enough for every step; none is one of the low special ones."""
+    length = max(position + rows for position, rows in STEPS)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return (torch.arange(length).unsqueeze(0) * 7 + 5) % (vocab_size - 4) + 4
+
+
+def _check_width(stack: BlockStack, call: BlockCall, form: BlockForm, model: PreTrainedModel) -> None:
+    shape = tuple(form.hidden_of(call.args, call.kwargs).shape)
+    width = model.config.get_text_config(decoder=True).hidden_size
+    if shape != (1, 2, width):
+        raise CannotCut(f"the hidden states of {stack.name} have shape {shape}, not [1, rows, {width}]")
+
+
+def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return bool((ours - theirs).abs().max() <= CHUNK_TOLERANCE * theirs.abs().max())
+
+
+def _digest(config: PretrainedConfig) -> bytes:
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(f"{type(config).__qualname__} {text}".encode()).digest()
+
+
+_LOCK = Lock()
+_FOUND: dict[bytes, CutReport | CannotCut] = {}

@@ -1,0 +1,235 @@
+"""The plain runner: the stock classes with only their block stacks intercepted.
+
+It holds some parts of one model and runs steps of sessions through them: tensors and positions in, tensors out. It
+knows no sockets and no scheduler; one thread at a time may use it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slicing.block_slice import BlockSlice, Cancelled, IsCancelled
+from slicing.ends import Parts, needed_parameters
+from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache
+from slicing.miniature import CutReport, check_cut
+from slicing.progress import Progress, no_progress
+from slicing.stacks import (
+    build_weightless,
+    find_stack,
+    make_hollow,
+    persistent_names,
+    set_tensor,
+    share_tensors,
+)
+from slicing.weights import Checkpoint, load_parameters
+
+__all__ = ["Cancelled", "CannotRollBack", "KVCache", "Parts", "PlainRunner"]
+
+ALIGNMENT_BYTES = 64  # torch's own; kernels take another path (other bits) for rows at odd addresses
+UNLIMITED_POSITIONS = 1 << 20  # for models without a table of positions or a trained limit
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+MEASURED_STEPS = 9  # a median of fewer moves by more than a tenth on a busy machine
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class PlainRunner:
+    """Some parts of one model, ready to run steps of sessions."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parts: Parts,
+        report: CutReport,
+        *,
+        layer_hashes: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """Take over a model from `build_weightless` that has been given the tensors of `parts`."""
+        config = model.config.get_text_config(decoder=True)
+        self.parts = parts
+        self.layer_hashes = dict(layer_hashes or {})
+        self.size_bytes, self.device = _held(model)
+        self.dtype = model.dtype
+        self.form = f"plain/{DTYPE_NAMES.get(self.dtype, str(self.dtype))}/{kernel_class(self.device)}"
+        self.num_layers = report.num_layers
+        self.hidden_size = int(config.hidden_size)
+        self.vocab_size = int(config.vocab_size)
+        self.max_positions = max_positions(config)
+        make_hollow(model, self.device)
+        self._slice = BlockSlice(model, find_stack(model), report.form)
+        self._layout = CacheLayout.of(model.config)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        parts: Parts,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        progress: Progress = no_progress,
+    ) -> PlainRunner:
+        """Check that the model can be cut, then read the tensors of `parts`, and no others.
+
+        Raises `CannotCut` with the reason, or `ModelError` when the checkpoint lacks something.
+        """
+        report = check_cut(checkpoint.config)
+        model = build_weightless(checkpoint.config, dtype)
+        stack = find_stack(model)
+        wanted = needed_parameters(stack, report.ends, parts)
+        weights = load_parameters(
+            checkpoint, model, wanted, dtype=dtype, device=device, progress=progress, layer_of=stack.layer_of
+        )
+        return cls(_on_device(model, device), parts, report, layer_hashes=weights.layer_hashes)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, parts: Parts) -> PlainRunner:
+        """Share the tensors of `parts` with a whole stock model in memory, which stays as it is."""
+        report = check_cut(model.config)
+        part = build_weightless(model.config, model.dtype)
+        share_tensors(part, model, needed_parameters(find_stack(part), report.ends, parts))
+        return cls(_on_device(part, model.device), parts, report)
+
+    def new_cache(self) -> KVCache:
+        """Return the empty storage of a new session."""
+        return KVCache(self._layout)
+
+    def run_opening(
+        self,
+        cache: KVCache,
+        token_ids: torch.Tensor,
+        position: int,
+        *,
+        end: int,
+        is_cancelled: IsCancelled | None = None,
+    ) -> torch.Tensor:
+        """Embed token ids [rows] (int64) and run layers [0, end): hidden states [rows, hidden]."""
+        assert self.parts.opening, "this runner does not hold the opening end"
+        self._check_step(cache, position, 0, end)
+        rows = token_ids.to(self.device).unsqueeze(0)
+        return self._slice.embed_and_run(cache, rows, position, end, is_cancelled)[0]
+
+    def run_layers(
+        self,
+        cache: KVCache,
+        hidden_states: torch.Tensor,
+        position: int,
+        *,
+        start: int,
+        end: int,
+        is_cancelled: IsCancelled | None = None,
+    ) -> torch.Tensor:
+        """Run layers [start, end) on hidden states [rows, hidden] that stand at `position` onwards.
+
+        Raises `Cancelled` between two layers once `is_cancelled` turns true; the session can then be taken up again
+        at the same position. A position below the session's length overwrites what follows it; one above it raises
+        ValueError.
+        """
+        self._check_step(cache, position, start, end)
+        batch = self._batch(hidden_states)
+        if start == end:
+            return batch[0]
+        return self._slice.run_blocks(cache, batch, position, start, end, is_cancelled)[0]
+
+    def run_closing(
+        self,
+        cache: KVCache,
+        hidden_states: torch.Tensor,
+        position: int,
+        *,
+        start: int,
+        keep: int | Sequence[int] | None = None,
+        is_cancelled: IsCancelled | None = None,
+    ) -> torch.Tensor:
+        """Run layers [start, N), norm and head on hidden states [rows, hidden]: logits [n, vocab] (float32).
+
+        `keep` names the rows that are wanted (one number or several, default the last). With no layers to run
+        (start == N) the session is neither read nor changed.
+        """
+        assert self.parts.closing, "this runner does not hold the closing end"
+        if start < self.num_layers:
+            self._check_step(cache, position, start, self.num_layers)
+        batch = self._batch(hidden_states)
+        rows = batch.shape[1]
+        kept = _rows(rows, keep)
+        if kept != list(range(rows)):
+            if start < self.num_layers:
+                batch = self._slice.run_blocks(cache, batch, position, start, self.num_layers, is_cancelled)
+            start, batch = self.num_layers, batch[:, kept]
+        return self._slice.run_to_logits(cache, batch, position, start, is_cancelled)[0].float()
+
+    def measure_layer_ms(self, rows: int = 1) -> float:
+        """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""
+        start, end = max(self.parts.layers, key=lambda held: held[1] - held[0], default=(0, 0))
+        if start == end:
+            return 0.0
+        cache = self.new_cache()
+        hidden_states = torch.randn(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        times = []
+        for step in range(MEASURED_STEPS + 1):  # the first allocates, and is not counted
+            began = time.perf_counter()
+            self.run_layers(cache, hidden_states, step * rows, start=start, end=end)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:]) * 1000 / (end - start)
+
+    @cached_property
+    def cache_bytes_per_position(self) -> int:
+        """What one position of one session takes in the held layers, found by running one."""
+        cache = self.new_cache()
+        row = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
+        for start, end in self.parts.layers:
+            cache.truncate(0)
+            self.run_layers(cache, row, 0, start=start, end=end)
+        return cache.bytes_per_position
+
+    def _check_step(self, cache: KVCache, position: int, start: int, end: int) -> None:
+        assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
+        if position > cache.length:
+            raise ValueError(f"a step at position {position} leaves a gap: the session holds {cache.length}")
+
+    def _batch(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return [1, rows, hidden] as the whole model would have it: this dtype, dense, aligned."""
+        batch = hidden_states.to(device=self.device, dtype=self.dtype).contiguous()
+        return (batch.clone() if batch.data_ptr() % ALIGNMENT_BYTES else batch).unsqueeze(0)
+
+
+def kernel_class(device: torch.device) -> str:
+    """Name what decides the bits besides the code: the vector instructions, or the GPU's generation."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda-sm{major}{minor}"
+    if device.type == "cpu":
+        return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    return device.type
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """Return how many positions a session may have."""
+    named = (getattr(config, key, None) for key in POSITION_KEYS)
+    return next((int(value) for value in named if value), UNLIMITED_POSITIONS)
+
+
+def _held(model: PreTrainedModel) -> tuple[int, torch.device]:
+    """Return the bytes of the stored tensors that are here, a tied one once, and where they are."""
+    stored = persistent_names(model)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    held = [tensor for name, tensor in tensors if name in stored and not tensor.is_meta]
+    device = held[0].device if held else torch.device("cpu")
+    return sum(tensor.nbytes for tensor in held), device
+
+
+def _on_device(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
+    """Move the buffers that were computed, not loaded."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        set_tensor(model, name, buffer.to(device))
+    return model
+
+
+def _rows(rows: int, keep: int | Sequence[int] | None) -> list[int]:
+    numbers = [-1] if keep is None else [keep] if isinstance(keep, int) else list(keep)
+    return [range(rows)[number] for number in numbers]

@@ -1,0 +1,156 @@
+"""Builds a model without weights and finds its block stack, by shape: no list of families.
+
+Knows nothing of how a call is cut (`block_slice`) or of where weights come from (`weights`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slicing.errors import ModelError
+
+MIN_BLOCKS = 2
+
+
+class CannotCut(ModelError):
+    """This model cannot be cut so that the slices compute exactly what the whole model does; the text says why."""
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """The list of blocks that is cut, and its name in the model (such as "model.layers")."""
+
+    name: str
+    blocks: tuple[nn.Module, ...]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def layer_of(self, parameter_name: str) -> int | None:
+        """Return the global number of the block that a parameter belongs to; None outside the stack."""
+        rest = parameter_name.removeprefix(self.name + ".")
+        if rest == parameter_name:
+            return None
+        return int(rest.partition(".")[0])
+
+
+def build_weightless(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the stock causal language model for `config`: parameters on the meta device, computed buffers real.
+
+    Buffers that no checkpoint holds (rotary frequencies, embedding scales) are computed on the CPU by the class's own
+    initialisation, as stock loading does it. Raises `CannotCut` when transformers has no such class.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError) as error:
+        raise CannotCut(
+            f"transformers builds no causal language model from a {type(config).__name__}: {error}"
+        ) from error
+    _compute_buffers(model)
+    return model.eval().requires_grad_(False)
+
+
+def find_stack(model: PreTrainedModel) -> BlockStack:
+    """Find the list of blocks: the largest `ModuleList` that is as long as the configuration says.
+
+    Where the class declares a pipeline plan, the list it names wins. Raises `CannotCut` when there is none.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    planned = set(getattr(model.base_model, "_pp_plan", None) or ())
+    candidates = [
+        (name.rpartition(".")[2] in planned, sum(p.numel() for p in module.parameters()), name)
+        for name, module in lists.items()
+        if len(module) == num_layers and len(module) >= MIN_BLOCKS
+    ]
+    if not candidates:
+        raise CannotCut(f"{type(model).__name__} has no list of {num_layers} blocks to cut")
+    name = max(candidates)[2]
+    return BlockStack(name, tuple(lists[name]))
+
+
+def block_kinds(stack: BlockStack) -> list[tuple[object, ...]]:
+    """Tell the blocks of a stack apart: two of a kind compare equal.
+
+    A kind is the classes and parameter names in a block plus its switches (attention type, whether it has a window);
+    widths do not count, so that a miniature's kinds can be compared with the real model's.
+    """
+    return [tuple(_switches(block)) for block in stack.blocks]
+
+
+def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put `tensor` in the place of a model's parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+        return
+    module._parameters[leaf] = (
+        tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+    )
+
+
+def share_tensors(part: PreTrainedModel, whole: PreTrainedModel, wanted: Callable[[str], bool]) -> None:
+    """Give `part` (weightless) those stored tensors of `whole` whose name satisfies `wanted`, without a copy."""
+    tensors = dict(whole.named_parameters(remove_duplicate=False)) | dict(
+        whole.named_buffers(remove_duplicate=False)
+    )
+    shared: dict[int, nn.Parameter] = {}  # one for each tensor, so that tied names stay tied
+    for name in persistent_names(part):
+        if wanted(name):
+            tensor = tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                tensor = shared.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
+            set_tensor(part, name, tensor)
+
+
+def make_hollow(model: nn.Module, device: torch.device | str) -> None:
+    """Give every tensor that is still on the meta device the memory of a single zero.
+
+    The model's own code can then run over parts that are not held; what it makes of them is never used.
+    """
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        if tensor.is_meta:
+            zero = torch.zeros((), dtype=tensor.dtype, device=device)
+            set_tensor(model, name, zero.expand(tensor.shape))
+
+
+def persistent_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters and buffers that a checkpoint holds, tied names included."""
+    computed = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name for name, _ in named} - computed
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        if buffer.is_meta:
+            set_tensor(model, name, torch.empty_like(buffer, device="cpu"))
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:  # a few classes draw some on the CPU whatever the default device
+            set_tensor(model, name, torch.empty_like(parameter, device="meta"))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = tensor.is_meta  # transformers then draws no weights, only fills buffers
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()
+
+
+def _switches(block: nn.Module) -> Iterable[object]:
+    for path, module in block.named_modules():
+        yield path, type(module).__name__
+        yield from (name for name, _ in module.named_parameters(recurse=False))
+        for key, value in sorted(vars(module).items()):
+            if isinstance(value, bool | str) and not key.startswith("_"):
+                yield key, value
+            elif value is None or isinstance(value, int):
+                yield key, value is None

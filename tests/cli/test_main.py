@@ -1,0 +1,83 @@
+"""The console script itself: help, version, start-up time, broken pipes, interrupts."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.children import own_command
+from tests.cli.conftest import Diffuse, FakeGateway
+
+HEAVY = ("torch", "transformers", "fastapi", "pydantic", "httpx", "numpy")
+
+
+def test_every_command_has_help(diffuse: Diffuse) -> None:
+    for command in ("up", "query", "chat", "host", "serve", "models", "doctor", "bench", "keys"):
+        assert diffuse(command, "--help").exit_code == 0, command
+
+
+def test_the_version_is_printed(diffuse: Diffuse) -> None:
+    assert diffuse("--version").stdout.startswith("diffuse ")
+
+
+def test_the_thin_mode_says_who_reads_what(diffuse: Diffuse) -> None:
+    for command in ("up", "serve", "query"):
+        told = " ".join(diffuse(command, "--help").stdout.replace("│", " ").split())
+        assert "the first node reads the token ids of the prompt and the last node reads the answer" in told
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"import sys, cli.main; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_is_instant() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(own_command(["--help"]), capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s < 0.5  # of the processor, since other jobs may share the machine
+
+
+def test_folders_named_like_our_packages_do_not_confuse_children(tmp_path: Path) -> None:
+    for name in ("cli", "node", "app"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('wrong package')")
+    done = subprocess.run(
+        own_command(["--version"]), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback(gateway: FakeGateway) -> None:
+    gateway.says(*["x" * 4096] * 200)
+    command = own_command(["query", "--prompt", "Hi", "--url", gateway.url])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said == b""
+    assert process.returncode == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_an_interrupt_exits_with_130_and_no_traceback(gateway: FakeGateway) -> None:
+    gateway.hold = True
+    gateway.says("first")
+    command = own_command(["query", "--prompt", "Hi", "--url", gateway.url])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5) == b"first"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=10)
+    gateway.release.set()
+    assert (process.returncode, said) == (130, b"")

@@ -1,0 +1,42 @@
+"""How flag values are read, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from cli import options as opt
+
+
+def test_local_layers_default_their_second_number_to_none_at_the_end() -> None:
+    assert opt.parse_local_layers("1:0") == (1, 0)
+    assert opt.parse_local_layers("2") == (2, 0)
+    assert opt.parse_local_layers("0:3") == (0, 3)
+
+
+def test_host_and_port_may_be_ipv6() -> None:
+    assert opt.parse_host_port("127.0.0.1:8000") == ("127.0.0.1", 8000)
+    assert opt.parse_host_port("[::1]:7000") == ("::1", 7000)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:70000", "::1:7000", "host:x"])
+def test_a_wrong_address_is_a_usage_error(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="HOST:PORT"):
+        opt.parse_host_port(text)
+
+
+def test_sizes_are_decimal() -> None:
+    assert opt.parse_size("500MB") == 500_000_000
+    assert opt.parse_size("1.5gb") == 1_500_000_000
+    assert opt.parse_size("4096") == 4096
+
+
+@pytest.mark.parametrize("text", ["", "MB", "5 apples", "-1MB", "5MBB"])
+def test_a_wrong_size_is_a_usage_error(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="500MB"):
+        opt.parse_size(text)
+
+
+def test_a_system_message_comes_first() -> None:
+    assert [message["role"] for message in opt.messages_of("Hi", "Be brief")] == ["system", "user"]
+    assert [message["role"] for message in opt.messages_of("Hi", None)] == ["user"]

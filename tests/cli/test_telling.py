@@ -1,0 +1,47 @@
+"""What a service prints about itself, for people and for a supervisor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cli.options import Events
+from cli.telling import Teller
+
+
+def told(capsys: pytest.CaptureFixture[str], teller: Teller, *events: dict[str, object]) -> str:
+    for event in events:
+        teller.tell(event)
+    return capsys.readouterr().out
+
+
+def progress(done: int) -> dict[str, object]:
+    return {"event": "progress", "stage": "load", "done_bytes": done, "total_bytes": 1000}
+
+
+def test_a_supervisor_gets_every_event_as_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(
+        capsys, Teller(Events.JSON), progress(1), progress(2), {"event": "ready", "n": 1}
+    ).splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["progress", "progress", "ready"]
+
+
+def test_people_get_a_line_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, Teller(Events.TEXT), *(progress(done) for done in range(0, 1001, 10))).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "load 1.0 kB of 1.0 kB"
+
+
+def test_a_node_prints_its_address_ready_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"{'ab' * 32}@10.0.0.1:7001"
+    assert f"--node {address}\n" in told(
+        capsys, Teller(Events.TEXT), {"event": "ready", "address": address, "layers": "0:10"}
+    )
+
+
+def test_a_gateway_tells_its_public_address(capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"event": "ready", "url": "http://0.0.0.0:8000/v1"}
+    for form in Events:
+        assert "http://ai.home:80/v1" in told(capsys, Teller(form, "ai.home:80"), event)
+        assert "http://0.0.0.0:8000/v1" in told(capsys, Teller(form), event)

@@ -1,0 +1,136 @@
+"""A runner with the production interface and arithmetic one can follow: layers that add, and remember what they saw.
+
+Tests can hold it between layers, see how far it is, and make it fail.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from slicing.runner import Cancelled
+
+NUM_LAYERS = 6
+HIDDEN_SIZE = 8
+VOCAB_SIZE = 32
+MAX_POSITIONS = 256
+CACHE_BYTES_PER_POSITION = NUM_LAYERS * HIDDEN_SIZE * 8
+POLL_S = 0.001
+
+
+class FakeCache:
+    """Rows by layer."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, torch.Tensor] = {}
+        self.length = 0
+        self.is_open = True
+
+    def truncate(self, position: int) -> None:
+        self.rows = {layer: rows[:position] for layer, rows in self.rows.items()}
+        self.length = min(self.length, position)
+
+    def add(self, layer: int, rows: torch.Tensor, position: int) -> torch.Tensor:
+        """Returns all rows of the layer, the new ones last."""
+        held = self.rows.get(layer, torch.empty(0, HIDDEN_SIZE))[:position]
+        self.rows[layer] = torch.cat([held, rows])
+        return self.rows[layer]
+
+    def close(self) -> None:
+        assert self.is_open, "a cache is closed once"
+        self.is_open = False
+        self.rows = {}
+        self.length = 0
+
+
+class FakeRunner:
+    """Every layer adds its number and the sum of all rows up to this one."""
+
+    def __init__(self) -> None:
+        self.num_layers = NUM_LAYERS
+        self.hidden_size = HIDDEN_SIZE
+        self.vocab_size = VOCAB_SIZE
+        self.max_positions = MAX_POSITIONS
+        self.dtype = torch.float32
+        self.form = "fake/fp32"
+        self.layer_hashes: Mapping[int, bytes] = {layer: bytes(8) for layer in range(NUM_LAYERS)}
+        self.caches: list[FakeCache] = []
+        self.layers_run: list[int] = []  # layer by layer, in the order of computing
+        self.error: Exception | None = None  # raised by the next pass, once
+        self.entered = threading.Event()  # a pass is inside its first layer
+        self._gate = threading.Event()
+        self._gate.set()
+
+    def hold(self) -> None:
+        """Make the next layer wait until `release`, or until it is cancelled."""
+        self.entered.clear()
+        self._gate.clear()
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def new_cache(self) -> FakeCache:
+        self.caches.append(FakeCache())
+        return self.caches[-1]
+
+    def run_opening(
+        self,
+        cache: FakeCache,
+        token_ids: torch.Tensor,
+        position: int,
+        *,
+        end: int,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> torch.Tensor:
+        embedded = token_ids.to(torch.float32)[:, None] / torch.arange(1, HIDDEN_SIZE + 1)
+        return self.run_layers(cache, embedded, position, start=0, end=end, is_cancelled=is_cancelled)
+
+    def run_layers(
+        self,
+        cache: FakeCache,
+        hidden_states: torch.Tensor,
+        position: int,
+        *,
+        start: int,
+        end: int,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> torch.Tensor:
+        assert cache.is_open
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        for layer in range(start, end):
+            self.entered.set()
+            self._wait_at_gate(is_cancelled)
+            self.layers_run.append(layer)
+            seen = cache.add(layer, hidden_states, position).cumsum(0)[position:]
+            hidden_states = (hidden_states + seen) / 2 + layer
+        cache.length = position + len(hidden_states)
+        return hidden_states
+
+    def run_closing(
+        self,
+        cache: FakeCache,
+        hidden_states: torch.Tensor,
+        position: int,
+        *,
+        start: int,
+        keep: Sequence[int] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> torch.Tensor:
+        if start < NUM_LAYERS:
+            hidden_states = self.run_layers(
+                cache, hidden_states, position, start=start, end=NUM_LAYERS, is_cancelled=is_cancelled
+            )
+        kept = [-1] if keep is None else list(keep)
+        sums = hidden_states[kept].sum(-1, keepdim=True)
+        return (sums * torch.arange(1, VOCAB_SIZE + 1)).sin() * 4
+
+    def _wait_at_gate(self, is_cancelled: Callable[[], bool] | None) -> None:
+        while not self._gate.wait(POLL_S):
+            if is_cancelled is not None and is_cancelled():
+                raise Cancelled
+        if is_cancelled is not None and is_cancelled():
+            raise Cancelled

@@ -1,0 +1,103 @@
+"""The application under a real uvicorn on a loopback port, with any engines, and a client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from app.engine.request import TextEngine
+from app.gateway import Gateway
+from app.main import create_app, serve_config
+from app.metrics import GatewayMetrics
+from app.settings import GatewaySettings
+
+QUESTION: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
+PATH = "/v1/chat/completions"
+
+
+@dataclass
+class Served:
+    """A gateway that listens, and a client for it."""
+
+    url: str
+    port: int
+    http: httpx.AsyncClient
+    gateway: Gateway
+    metrics: GatewayMetrics
+
+    async def ask(self, **changes: Any) -> httpx.Response:
+        """Send `QUESTION` with changes; a change to None leaves the field out."""
+        body = {name: value for name, value in {**QUESTION, **changes}.items() if value is not None}
+        return await self.http.post(PATH, json=body)
+
+    async def stream(self, **changes: Any) -> list[dict[str, Any] | str]:
+        """Send `QUESTION` as a stream; return its chunks, `"[DONE]"`, and comments as they are."""
+        response = await self.ask(stream=True, **changes)
+        assert response.status_code == 200, response.text
+        return events_of(response.text)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def events_of(text: str) -> list[dict[str, Any] | str]:
+    """Split a stream as the standard says; anything but `data:` and comments fails."""
+    events: list[dict[str, Any] | str] = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            events.append(block)
+            continue
+        field, _, value = block.partition(": ")
+        assert field == "data"
+        assert "\n" not in value
+        events.append(value if value == "[DONE]" else json.loads(value))
+    return events
+
+
+def chunks_of(events: list[dict[str, Any] | str]) -> list[dict[str, Any]]:
+    """Return the parsed chunks alone."""
+    return [event for event in events if isinstance(event, dict)]
+
+
+def text_of(events: list[dict[str, Any] | str], index: int = 0) -> str:
+    """Join the text of one choice."""
+    choices = [
+        choice for chunk in chunks_of(events) for choice in chunk["choices"] if choice["index"] == index
+    ]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@asynccontextmanager
+async def serve_engines(*engines: TextEngine, **settings: Any) -> AsyncIterator[Served]:
+    """Run the application until the block is left."""
+    metrics = GatewayMetrics()
+    chosen = GatewaySettings(port=0, **settings)
+    app = create_app(chosen, {engine.model_name: engine for engine in engines}, metrics)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(serve_config(app, chosen))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await settles(lambda: server.started)
+        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+            yield Served(url, port, http, app.state.gateway, metrics)
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+async def settles(condition: Callable[[], bool], *, within_s: float = 3.0) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.002)
