@@ -45,7 +45,7 @@ bench: install
 	$(BIN)/python -m bench
 
 openapi: install
-	$(BIN)/python -m app.openapi > openapi/gateway.json
+	$(BIN)/python -m app.openapi_document > openapi/gateway.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache bench/results

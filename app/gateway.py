@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_NAMES = 20  # of models, in the text of a 404
 OVERLOAD_RETRY_S = 2
+LOADING_RETRY_S = 5
 
 
 class Gateway:
@@ -34,14 +35,17 @@ class Gateway:
         self.engines = engines
         self.metrics = metrics
         self.num_running = 0  # choices being generated
+        self.is_loading = False  # models are on their way: an unknown one may yet come
         self.is_draining = False
         self.stop = asyncio.Event()  # set: running answers end with an error
         self._idle = asyncio.Event()
         self._idle.set()
 
     def engine(self, model: str) -> TextEngine:
-        """Return the engine behind an id or alias. Raises `ApiError` 404 that names the ids there are."""
+        """Return the engine behind an id or alias. Raises `ApiError` 404 that names the ids, 503 while loading."""
         engine = self.engines.get(model) or self.engines.get(self.settings.model_aliases.get(model, ""))
+        if engine is None and self.is_loading:
+            raise unavailable("model_loading", "the model is still loading", LOADING_RETRY_S)
         if engine is None:
             raise model_not_found(model, self.engines)
         return engine

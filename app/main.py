@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -24,6 +23,7 @@ from app.api.protocol import ChatRequest
 from app.engine.request import TextEngine
 from app.gateway import Gateway
 from app.metrics import GatewayMetrics
+from app.openapi import describe_bodies
 from app.settings import GatewaySettings
 
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "server-timing", "openai-processing-ms")
@@ -71,17 +71,19 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
         methods=["POST"],
         response_model=None,
         responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **ERRORS},
-        openapi_extra={"requestBody": _json_body(ChatRequest)},
     )
-    app.add_api_route(models.PATH, listing.index, methods=["GET", "HEAD"], response_model=None)
-    app.add_api_route(models.ONE_PATH, listing.retrieve, methods=["GET", "HEAD"], response_model=None)
-    for path, endpoint in (
-        ("/health", health.health),
-        ("/ready", health.ready),
-        ("/version", health.version),
-        ("/metrics", health.metrics),
-    ):
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+    describe_bodies(app, {chat.PATH: ChatRequest})
+    pages = {
+        models.PATH: listing.index,
+        models.ONE_PATH: listing.retrieve,
+        "/health": health.health,
+        "/ready": health.ready,
+        "/version": health.version,
+        "/metrics": health.metrics,
+    }
+    for path, endpoint in pages.items():
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None, responses=ERRORS)
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def _add_middleware(app: FastAPI, gateway: Gateway) -> None:
@@ -113,11 +115,6 @@ def _cors(settings: GatewaySettings) -> list[Middleware]:
             expose_headers=EXPOSED_HEADERS,
         )
     ]
-
-
-def _json_body(model: type[BaseModel]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 async def _pass_on(request: Request, error: Exception) -> NoReturn:

@@ -46,7 +46,12 @@ async def run_gateway(
         loop = asyncio.get_running_loop()
 
         def tell_progress(stage: str, done_bytes: int, total_bytes: int) -> None:
-            event = {"event": "progress", "stage": stage, "done_bytes": done_bytes, "total_bytes": total_bytes}
+            event = {
+                "event": "progress",
+                "stage": stage,
+                "done_bytes": done_bytes,
+                "total_bytes": total_bytes,
+            }
             loop.call_soon_threadsafe(on_event, event)
 
         async with open_swarm(swarm_settings, progress=tell_progress) as swarm:

@@ -12,7 +12,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,12 +22,15 @@ import typer
 
 from cli import options as opt
 from cli import show
-from cli.answer import Answerer, End, Piece, Question
+from cli.answer import Answerer, End, Piece, Question, Timings
 from cli.failures import CommandError
 from cli.target import Target, open_answerer
 
 # Short common words are one token each in most vocabularies; the real count is read from the answer's usage.
 _WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "life", "child", "world", "school")
+
+
+_SHARES: Final = ("compute", "local", "network", "crypto", "queue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured answer. `first_s` is from asking to the first piece of text, as the client sees it."""
+    """One measured answer. `first_s` is from asking to the first piece of text, as the client sees it.
+
+    `prefilled` are the timings told with the first token: what comes after them is the price of the others.
+    """
 
     first_s: float
     end: End
+    prefilled: Timings | None = None
+
+    def ms_per_token(self, share: str) -> float | None:
+        """Milliseconds per token after the first that went to this share of the time; None where it is not told."""
+        before = getattr(self.prefilled, share, None)
+        after = getattr(self.end.timings, share)
+        if self.prefilled is None or before is None or after is None:
+            return None
+        num_tokens = self.end.timings.tokens - self.prefilled.tokens
+        return 1000 * float(after - before) / num_tokens if num_tokens > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +159,15 @@ async def _run_round(answerer: Answerer, load: Load, number: int) -> Round:
 
 async def _sample(answerer: Answerer, question: Question) -> Sample:
     began = time.perf_counter()
-    first_s = 0.0
+    first_s, prefilled = 0.0, None
     async with aclosing(answerer.answer(question)) as pieces:
         async for piece in pieces:
             match piece:
-                case Piece() if piece.text and not first_s:
-                    first_s = time.perf_counter() - began
+                case Piece():
+                    prefilled = prefilled or piece.timings
+                    first_s = first_s or (time.perf_counter() - began if piece.text else 0.0)
                 case End():
-                    return Sample(first_s or time.perf_counter() - began, piece)
+                    return Sample(first_s or time.perf_counter() - began, piece, prefilled)
     raise CommandError("an answer ended without saying so")
 
 
@@ -182,29 +199,13 @@ def report_of(target: Target, model: str, load: Load, rounds: Sequence[Round]) -
     }
 
 
-_PER_TOKEN: Final[dict[str, Callable[[End], float | None]]] = {
-    "token_ms": lambda end: _ms(end.timings.per_token_s),
-    "compute_ms": lambda end: _ms_a_token(end, end.timings.compute_s),
-    "local_ms": lambda end: _ms_a_token(end, end.timings.local_s),
-    "network_ms": lambda end: _ms_a_token(end, end.timings.network_s),
-    "crypto_ms": lambda end: _ms_a_token(end, end.timings.crypto_s),
-    "queue_ms": lambda end: _ms_a_token(end, end.timings.queue_s),
-}
-
-
 def _per_token(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     """What the other side tells; a quantity it does not tell is left out rather than shown as 0."""
-    told = {name: [read(sample.end) for sample in samples] for name, read in _PER_TOKEN.items()}
+    paces = [sample.end.timings.per_token_s for sample in samples]
+    told = {"token_ms": [pace and 1000 * pace for pace in paces]}
+    told |= {f"{share}_ms": [sample.ms_per_token(f"{share}_s") for sample in samples] for share in _SHARES}
     known = {name: [value for value in values if value is not None] for name, values in told.items()}
     return {name: Quartiles.of(values).as_map() for name, values in known.items() if values}
-
-
-def _ms(value_s: float | None) -> float | None:
-    return None if value_s is None else value_s * 1000
-
-
-def _ms_a_token(end: End, value_s: float | None) -> float | None:
-    return None if value_s is None or not end.completion_tokens else value_s * 1000 / end.completion_tokens
 
 
 def _print(report: dict[str, Any]) -> None:

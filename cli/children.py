@@ -55,11 +55,16 @@ class Child:
     """One running child."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, on_event: Callable[[Event], None]
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        on_event: Callable[[Event], None],
+        on_words: Callable[[str], None],
     ) -> None:
         self.name = name
         self._process = process
         self._on_event = on_event
+        self._on_words = on_words
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._arrived: dict[str, asyncio.Future[Event]] = {}
         self._readers = (
@@ -149,6 +154,7 @@ class Child:
         async for line in _open(self._process.stderr):
             if text := line.decode(errors="replace").rstrip().rsplit("\r", 1)[-1]:  # bars redraw their line
                 self._tail.append(text)
+                self._on_words(text)
 
 
 class Children:
@@ -171,10 +177,11 @@ class Children:
         arguments: Sequence[str],
         *,
         on_event: Callable[[Event], None],
+        on_words: Callable[[str], None] = lambda line: None,
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Start this program with `arguments`; it is ended with the family.
+        """Start this program with `arguments`; it is ended with the family. `on_words` gets its standard error.
 
         It gets a session of its own: a terminal's Ctrl+C reaches us alone, and we end children in order.
         """
@@ -188,7 +195,7 @@ class Children:
             pass_fds=tuple(pass_fds),
             limit=LINE_LIMIT,
         )
-        child = Child(name, process, on_event)
+        child = Child(name, process, on_event, on_words)
         self._children.append(child)
         return child
 

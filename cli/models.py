@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cli.survey import NodeReport
+    from routing.types import SliceOffer
 
 
 def models(
@@ -64,27 +65,31 @@ def _print_models(listed: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_nodes(reports: Sequence[NodeReport]) -> None:
-    grid = show.table(
-        "node", "address", "model", "layers", "ends", "form", "ms/layer", "sessions", "round trip"
-    )
+    from cli.survey import name_of
+
+    grid = show.table("node", "address", "layers", "model", "form", "ends", "ms/layer", "load", "rtt")
     for report in reports:
-        name, where = report.address.node_id.hex()[:8], f"{report.address.host}:{report.address.port}"
-        if report.description is None:
-            grid.add_row(name, where, failures.explain(report.error) if report.error else "")
-            continue
-        load, rtt = (
-            str(report.description.load),
-            f"{report.rtt_ms:.1f} ms" if report.rtt_ms is not None else "",
-        )
-        for offer in report.description.slices:
-            layers, pace = f"{offer.spec} of {offer.num_layers}", f"{offer.layer_ms:.2f}"
-            ends = "+".join(
-                name
-                for name, held in (("opening", offer.has_opening), ("closing", offer.has_closing))
-                if held
-            )
-            grid.add_row(name, where, offer.model_name, layers, ends, offer.form, pace, load, rtt)
-    show.console().print(grid)
+        if report.error is not None:
+            show.note(f"{name_of(report.address)}: {failures.explain(report.error)}")
+        for offer in report.description.slices if report.description else ():
+            grid.add_row(*_node_row(report, offer))
+    if grid.row_count:
+        show.console().print(grid)
+
+
+def _node_row(report: NodeReport, offer: SliceOffer) -> list[str]:
+    held = {"opening": offer.has_opening, "closing": offer.has_closing}
+    return [
+        report.address.node_id.hex()[:8],
+        f"{report.address.host}:{report.address.port}",
+        f"{offer.spec} of {offer.num_layers}",
+        offer.model_name,
+        offer.form,
+        "+".join(end for end, is_held in held.items() if is_held),
+        f"{offer.layer_ms:.2f}",
+        str(report.description.load) if report.description else "",
+        f"{report.rtt_ms:.1f} ms" if report.rtt_ms is not None else "",
+    ]
 
 
 def _node_entry(report: NodeReport) -> dict[str, Any]:

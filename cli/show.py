@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+FILE_WIDTH: Final = 240  # columns of a table that goes into a pipe or file, where nothing wraps it
 # C0 and C1 controls and DEL, but for newline and tab: an answer must not move the cursor or name windows.
 _CONTROLS: Final = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
@@ -59,7 +60,10 @@ def console(*, stderr: bool = False) -> Console:
     """A rich console; imported late, since most commands only echo."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    plain = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not plain.is_terminal:
+        plain.width = FILE_WIDTH
+    return plain
 
 
 def table(*columns: str) -> Table:
@@ -68,7 +72,7 @@ def table(*columns: str) -> Table:
 
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        grid.add_column(column, overflow="fold")
+        grid.add_column(column, no_wrap=True)
     return grid
 
 

@@ -14,7 +14,7 @@ import typer
 
 from cli import options as opt
 from cli import show
-from cli.children import Child, Children, Event, thread_environment
+from cli.children import OWN_WORDS, Child, Children, Event, thread_environment
 from cli.failures import CommandError
 from cli.layout import NodePlan, plan_nodes
 from cli.loading import LoadingView
@@ -157,6 +157,8 @@ class _Swarm:
         child = await self._start("gateway", arguments, view, pass_fds=(self._listener.fileno(),))
         ready = await child.wait_for("ready")
         self._listener.close()  # the gateway has it: should that end, clients are refused at once
+        if missing := ready.get("missing_layers"):
+            raise CommandError(f"the gateway reaches no node for layers {show.ranges(missing)}")
         view.done("gateway", "ready")
         return ready
 
@@ -172,9 +174,16 @@ class _Swarm:
             name,
             [*arguments, "--events", "json", "--until-eof"],
             on_event=view.listener(name),
+            on_words=lambda line: _pass_on(name, line),
             environment=thread_environment(self._plan.threads),
             pass_fds=pass_fds,
         )
+
+
+def _pass_on(name: str, line: str) -> None:
+    """Show a child's warnings; its last words come with the report of its end."""
+    if not line.startswith((OWN_WORDS, "stopped")):
+        show.note(f"{name}: {line}")
 
 
 def _announce(ready: Event, prepared: Event) -> None:

@@ -62,6 +62,6 @@ def ready(
     }
 
 
-def stopped(steps_run: int) -> NodeEvent:
-    """Sessions are freed and links closed."""
-    return {"event": "stopped", "steps_run": steps_run}
+def stopped() -> NodeEvent:
+    """Sessions are freed, links closed, the compute thread ended."""
+    return {"event": "stopped"}

@@ -49,17 +49,15 @@ class FormChoice:
 
 
 class ChoiceStore:
-    """Remembers one choice in a small JSON file; without a folder, nothing."""
+    """Remembers one choice in a small JSON file of the cache."""
 
-    def __init__(self, cache_dir: Path | None, model_digest: bytes, spec: SliceSpec, device: str) -> None:
+    def __init__(self, cache_dir: Path, model_digest: bytes, spec: SliceSpec, device: str) -> None:
         key = f"{model_digest.hex()} {spec} {device} {describe_machine()}"
         name = hashlib.sha256(key.encode()).hexdigest()[:24] + ".json"
-        self._path = None if cache_dir is None else cache_dir / "forms" / name
+        self._path = cache_dir / "forms" / name
 
     def load(self) -> FormChoice | None:
         """The stored choice; None where there is none, or the file is not one of ours."""
-        if self._path is None:
-            return None
         try:
             stored = json.loads(self._path.read_text(encoding="utf-8"))
             choice = FormChoice(str(stored["dtype"]), int(stored["threads"]))
@@ -69,8 +67,6 @@ class ChoiceStore:
 
     def save(self, choice: FormChoice) -> None:
         """Store a choice; a folder that cannot be written only costs the next start a measurement."""
-        if self._path is None:
-            return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(

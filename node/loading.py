@@ -18,6 +18,7 @@ from node.settings import NodeSettings
 from node.step_job import TORCH_DTYPES
 from routing.errors import SettingsError
 from routing.types import SliceOffer, SliceSpec
+from slicing.cache import cache_root
 from slicing.checkpoint import Checkpoint
 from slicing.model_source import open_checkpoint
 from slicing.runner import Parts, PlainRunner
@@ -68,7 +69,7 @@ def load_slice(settings: NodeSettings, report: LoadReport) -> LoadedSlice:
     started = time.perf_counter()
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir, progress=report)
     spec = checked_spec(settings.layers, checkpoint.config.num_hidden_layers)
-    store = ChoiceStore(settings.cache_dir, checkpoint.digest, spec, settings.device)
+    store = ChoiceStore(cache_root(settings.cache_dir), checkpoint.digest, spec, settings.device)
     remembered = store.load()
     dtype = choose_dtype(settings, checkpoint.dtype, remembered)
     parts = _parts(spec, checkpoint.config.num_hidden_layers, hold_ends=settings.hold_ends)

@@ -21,7 +21,7 @@ from node.settings import NodeSettings
 from node.stats import NodeStats
 from node.step_job import StepJob
 from routing.endpoint import Endpoint
-from routing.errors import SettingsError
+from routing.errors import LinkError, SettingsError
 from routing.identity import Identity
 from routing.types import Capabilities, NodeAddress, SliceOffer
 from routing.wire import SealKey
@@ -46,6 +46,7 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent) -> None:
         await _serve(settings, identity, scheduler, loaded, on_event)
     finally:
         await scheduler.close()
+        on_event(events.stopped())
 
 
 def load_identity(key_path: Path | None) -> Identity:
@@ -83,27 +84,27 @@ async def _serve(
     limit_bytes = settings.kv_budget_bytes
     budget = MemoryBudget(default_budget_bytes() if limit_bytes is None else limit_bytes, stats)
     seal_key = SealKey.generate()
+    capabilities = _capabilities(seal_key, loaded.held.offer)
+    trouble: SettingsError | None = None  # a task group would wrap what is raised inside it
     async with asyncio.TaskGroup() as tasks:
         server = NodeServer(
             loaded.held, seal_key, settings, scheduler=scheduler, budget=budget, stats=stats, tasks=tasks
         )
         endpoint = Endpoint(
-            identity,
-            settings.network_id,
-            lambda: _capabilities(seal_key, loaded.held.offer),
-            server,
-            psk=settings.psk,
-            pad=settings.pad,
+            identity, settings.network_id, lambda: capabilities, server, psk=settings.psk, pad=settings.pad
         )
         server.connect(endpoint)
         try:
             bound = await endpoint.listen(settings.listen.host, settings.listen.port)
             on_event(_ready(settings, identity, bound, loaded))
             await server.sweep_for_ever()
+        except LinkError as error:
+            trouble = SettingsError(f"cannot listen on {settings.listen}: {error.text}")
         finally:
             server.close()
             await endpoint.close()
-            on_event(events.stopped(stats.steps_run))
+    if trouble is not None:
+        raise trouble
 
 
 def _capabilities(seal_key: SealKey, offer: SliceOffer) -> Capabilities:

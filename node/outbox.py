@@ -12,9 +12,9 @@ from routing.types import Message
 
 logger = logging.getLogger(__name__)
 
-# A peer that lets this much wait is too slow to serve, and its link is closed: twice what one session may have
-# pending (step_flow.MAX_PENDING_BYTES), so that a single busy session never gets there.
-MAX_WAITING_BYTES = 256 << 20
+# A peer that lets this much wait is too slow to serve, and its link is closed: as much as all sessions of a node may
+# have pending (step_flow.MAX_PENDING_IN_ALL), so that slow but honest links never get there by steps alone.
+MAX_WAITING_BYTES = 1 << 30
 
 Gone = Callable[[], None]
 
@@ -25,15 +25,16 @@ class Outbox:
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
 
-    def put(self, link: Link, message: Message, gone: Gone | None = None) -> None:
-        """Send; `gone` is called when the message has left, or never will."""
+    def put(self, link: Link, message: Message, gone: Gone | None = None) -> RemoteError | None:
+        """Send; `gone` is called when the message has left, or never will. Returns why it cannot be sent at all."""
         try:
             link.post(message, gone)
         except RemoteError as error:
             logger.debug("peer %s: %s", link.peer_id.hex()[:8], error.code.name)
             if gone is not None:
                 gone()
-            return
+            return error
         if link.waiting_bytes > MAX_WAITING_BYTES:
             logger.warning("peer %s takes nothing; its link is closed", link.peer_id.hex()[:8])
             self._tasks.create_task(link.close())
+        return None

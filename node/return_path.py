@@ -11,9 +11,9 @@ from node.outbox import Gone, Outbox
 from node.session import Session
 from node.stats import NodeStats
 from routing import wire
-from routing.errors import RemoteError
+from routing.errors import ProtocolError, RemoteError
 from routing.link import Endpoint, Link
-from routing.types import Answer, Failure, SessionId, StepFlag
+from routing.types import Answer, Failure, SessionId
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,12 @@ class ReturnPath:
         link = self.gateway_link(session)
         if link is None:
             link = session.upstream
-            if link is not None and isinstance(message, Answer) and StepFlag.SEALED not in message.flags:
+            if link is not None and isinstance(message, Answer) and session.entry.next_hop is None:
                 message = wire.seal_answer(session.entry.answer_key, message)
         if link is not None:
-            self._outbox.put(link, message, gone)
+            error = self._outbox.put(link, message, gone)
+            if isinstance(error, ProtocolError) and isinstance(message, Answer):
+                self.report(session, message.step, error)  # too big for the peer: say so instead
         elif gone is not None:
             gone()
 
@@ -63,7 +65,7 @@ class ReturnPath:
         hop: int = 0,
     ) -> None:
         """Tell whoever sent a message, and nobody else, that it concerns no session of theirs here."""
-        logger.info("session %s hop %d: refused, %s", session_id[:4].hex(), hop, error.code.name)
+        logger.debug("session %s hop %d: refused, %s", session_id[:4].hex(), hop, error.code.name)
         self._stats.failures_sent += 1
         self._outbox.put(link, _failure(session_id, epoch, step, error, hop))
 

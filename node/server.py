@@ -85,6 +85,7 @@ class NodeServer:
             on_broken=self._free,
         )
         self._endpoint: Endpoint | None = None
+        self._is_closing = False
 
     def connect(self, endpoint: Endpoint) -> None:
         """Give the server the endpoint that it dials next hops with and finds gateways' links in."""
@@ -107,7 +108,11 @@ class NodeServer:
                 self._free(session)
 
     def close(self) -> None:
-        """Free every session, here and down the chain."""
+        """Free every session, here and down the chain; what still arrives is ignored.
+
+        The end of its links tells a gateway to plan again. A failure would let it ask this node once more.
+        """
+        self._is_closing = True
         for session in self._sessions:
             self._free(session)
 
@@ -124,6 +129,8 @@ class NodeServer:
 
     def on_message(self, link: Link, message: Message) -> None:
         """Steps and answers first: they are what there is most of."""
+        if self._is_closing:
+            return
         match message:
             case Step():
                 self._on_step(link, message)
@@ -142,6 +149,8 @@ class NodeServer:
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
         """Sessions that went on over this link tell their gateway, which plans again."""
+        if error is not None:
+            logger.info("peer %s: link lost, %s", link.peer_id.hex()[:8], error.code.name)
         for session in self._sessions:
             session.bound = [bound for bound in session.bound if bound is not link]
             if session.next_link is link:
@@ -172,6 +181,8 @@ class NodeServer:
         if session is None or session.next_link is None or session.next_link.peer_id != link.peer_id:
             return  # nobody but the next hop may speak for what comes after us
         session.last_seen = self._clock()
+        if isinstance(message, Failure) and message.hop <= session.entry.hop:
+            message = replace(message, hop=session.entry.hop + 1)  # it may not blame us, or those before us
         self._returns.send(session, message)
 
     # Opening --------------------------------------------------------------------------------------------------
@@ -247,6 +258,9 @@ class NodeServer:
             link = await self._endpoint.dial(session.entry.next_hop)
         except RemoteError as error:
             trouble = f"the next hop cannot be reached, {error.code.name}"
+        except Exception as error:  # the address is a gateway's: whatever it makes of the resolver stays here
+            logger.warning("session %s: dialling raised %s", session.name, type(error).__name__)
+            trouble = "the next hop's address cannot be used"
         if session.is_freed or session.epoch != onward.epoch:
             return
         if link is None or link.is_closed:
@@ -285,7 +299,7 @@ class NodeServer:
             logger.info("session %s: a cancel without proof", session.name)
         elif (
             cancel.epoch >= session.epoch
-        ):  # an older one is of a route that was left; what is shared with it goes on
+        ):  # an older one is of a route that was left: what is shared goes on
             self.stats.sessions_cancelled += 1
             self._sessions.remember(cancel)
             self._free(session, cancel)
@@ -303,7 +317,7 @@ class NodeServer:
 
     def _is_expired(self, session: Session, now: float) -> bool:
         limit_s = min(session.entry.idle_timeout_s, self._settings.max_idle_timeout_s)
-        if now - session.last_seen > limit_s:
+        if now - session.last_seen > limit_s and session.num_in_flight == 0:
             return True
         if session.upstream is not None or self._returns.gateway_link(session) is not None:
             session.orphan_since = None

@@ -156,7 +156,6 @@ class Session:
         self.next_step = step.step + 1
         self.position = step.position + step.rows
         self.num_in_flight += 1
-        self.pending.add(len(step.payload))
 
     def note_done(self, step: Step, output: Output) -> None:
         """A step was computed: keep its output for repeats."""

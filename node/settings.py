@@ -73,7 +73,7 @@ class NodeSettings(BaseModel):
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: Annotated[int | None, Field(ge=1)] = None  # None: measured
-    cache_dir: Path | None = None  # None: nothing measured is remembered
+    cache_dir: Path | None = None  # None: see slicing.cache
 
     kv_budget_bytes: Annotated[int | None, Field(ge=0)] = None  # None: a share of the memory that is free
     max_sessions: Annotated[int, Field(ge=1)] = MAX_SESSIONS

@@ -18,12 +18,15 @@ from node.scheduler import Scheduler
 from node.session import Admission, Session
 from node.stats import NodeStats
 from node.step_job import StepJob
-from routing.errors import ErrorCode, RemoteError, WorkError
+from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
 from routing.link import Link
-from routing.types import Answer, Step
+from routing.types import Answer, Step, StepFlag
 
-MAX_PENDING_STEPS = 64  # steps of one session accepted and not yet sent on: 16 times a window of 4
-MAX_PENDING_BYTES = 128 << 20  # the same in bytes: "per peer in flight" of transport.md 5.6
+# Steps accepted and not yet sent on. A replay comes in one burst: at most one step for each position of the session,
+# 8192 rows of 4096 float32 numbers are 128 MiB. All sessions together: transport.md 5.6, "global".
+SPARE_STEPS = 64  # beyond the positions: repeats and roll-backs on their way
+MAX_PENDING_BYTES = 256 << 20
+MAX_PENDING_IN_ALL = 1 << 30
 BUSY_RETRY_MS = 1000  # about the length of a short answer, after which memory comes back
 
 
@@ -50,6 +53,7 @@ class StepFlow:
         self._returns = returns
         self._stats = stats
         self._on_broken = on_broken
+        self._pending_bytes = 0
 
     def take(self, session: Session, link: Link, step: Step) -> None:
         """Judge a step and start, repeat or drop it. Raises WorkError or ProtocolError, changing nothing."""
@@ -61,15 +65,16 @@ class StepFlow:
         if session.is_next_lost:
             raise hop_lost(session, "the next hop is lost")
         self._check_pending(session, step)
-        job = StepJob(session, step, runner, self._finish, arrived, int(link.last_open_us))
+        job = StepJob(session, step, runner, self._finish, arrived, self._crypto_us(session, link, step))
         if admission is Admission.REPEAT:
             self._stats.steps_repeated += 1
-            session.pending.add(job.size_bytes)
+            self._hold(job)
             job.output = session.kept.output_of(step)
             self._send_output(job)
         else:
             self._reserve(session, step)
             session.accept(step)
+            self._hold(job)
             self._scheduler.submit(session, job)
 
     def next_hop_up(self, session: Session) -> None:
@@ -95,8 +100,12 @@ class StepFlow:
             self._budget.release(session)
 
     def _check_pending(self, session: Session, step: Step) -> None:
-        pending = session.pending
-        if pending.steps >= MAX_PENDING_STEPS or pending.size_bytes + len(step.payload) > MAX_PENDING_BYTES:
+        pending, more = session.pending, len(step.payload)
+        if (
+            pending.steps >= session.entry.max_positions + SPARE_STEPS
+            or pending.size_bytes + more > MAX_PENDING_BYTES
+            or self._pending_bytes + more > MAX_PENDING_IN_ALL
+        ):
             raise WorkError(ErrorCode.BUSY, f"{pending.steps} steps are pending", retry_ms=BUSY_RETRY_MS)
 
     def _reserve(self, session: Session, step: Step) -> None:
@@ -141,10 +150,24 @@ class StepFlow:
             session.waiting.append(job)
         else:
             onward = replace(output, deadline_ms=job.left_ms) if job.step.deadline_ms else output
-            self._outbox.put(session.next_link, onward, partial(self._release, job))
+            error = self._outbox.put(session.next_link, onward, partial(self._release, job))
+            if isinstance(error, ProtocolError):  # too big for the next hop; a lost link is told by itself
+                self._returns.report(session, job.step.step, error)
+
+    def _hold(self, job: StepJob) -> None:
+        job.session.pending.add(job.size_bytes)
+        self._pending_bytes += job.size_bytes
 
     def _release(self, job: StepJob) -> None:
         job.session.pending.remove(job.size_bytes)
+        self._pending_bytes -= job.size_bytes
+
+    def _crypto_us(self, session: Session, link: Link, step: Step) -> int:
+        """Opening this step, and sealing the last message that went the way its output will go."""
+        if StepFlag.TRACE not in step.flags:
+            return 0
+        onward = session.next_link or self._returns.gateway_link(session) or link
+        return int(link.last_open_us + onward.last_seal_us)
 
     def _count(self, job: StepJob) -> None:
         stats = self._stats

@@ -75,26 +75,42 @@ class Admission:
 
     def link_up(self, host: str) -> bool:
         """Count a link from `host`; say False (and count nothing) when it has too many."""
-        count = self._links.get(host, 0)
+        network = _network(host)
+        count = self._links.get(network, 0)
         if count >= self._limits.max_links_per_ip and not is_this_machine(host):
             return False
-        self._links[host] = count + 1
+        self._links[network] = count + 1
         return True
 
     def link_down(self, host: str) -> None:
         """Forget one link from `host`."""
-        self._links[host] -= 1
-        if not self._links[host]:
-            del self._links[host]
+        network = _network(host)
+        self._links[network] -= 1
+        if not self._links[network]:
+            del self._links[network]
 
     def _admit_address(self, host: str) -> bool:
         now = self._now()
+        host = _network(host)
         if host not in self._buckets and len(self._buckets) >= MAX_REMEMBERED:
             self._buckets = {key: bucket for key, bucket in self._buckets.items() if not bucket.is_full(now)}
             if len(self._buckets) >= MAX_REMEMBERED:
                 return False
         rate, burst = self._limits.handshakes_per_ip_per_s, self._limits.handshakes_per_ip_burst
         return self._buckets.setdefault(host, TokenBucket(rate, burst, now)).take(now)
+
+
+def _network(host: str) -> str:
+    """Return what one party may hold: an IPv4 address, or an IPv6 /64."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def is_this_machine(host: str) -> bool:

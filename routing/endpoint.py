@@ -13,15 +13,15 @@ from collections.abc import Callable
 
 from routing.admission import Admission, Limits
 from routing.counters import EndpointCounters
-from routing.errors import ErrorCode, LinkError, RemoteError, SecurityError, SettingsError
+from routing.errors import ErrorCode, LinkError, RemoteError, SecurityError, SettingsError, remote_error
 from routing.greeting import Greeting
 from routing.handshake import Handshake, Membership
 from routing.heartbeat import HeartbeatTiming
 from routing.identity import Identity, StaticKeyring
-from routing.link import Link, LinkReceiver, LinkTerms
+from routing.link import Link, LinkReceiver, LinkTerms, log_receiver_failure
 from routing.mux import Channel
 from routing.records import Quota
-from routing.transport import Listener, WebSocket, dial_websocket, listen_websocket
+from routing.transport import Listener, WebSocket, dial_websocket
 from routing.types import Capabilities, NodeAddress, NodeId
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Endpoint:
         self._dials: dict[NodeAddress, asyncio.Task[Link]] = {}
         self._greetings: dict[Greeting, asyncio.Future[Link] | None] = {}
         self._listeners: list[Listener] = []
+        self._websockets: set[WebSocket] = set()
         self._past = EndpointCounters()
         self._is_closed = False
 
@@ -84,9 +85,11 @@ class Endpoint:
         task = self._dials.get(address)
         if task is None:
             task = self._dials[address] = asyncio.create_task(self._dial(address))
-            task.add_done_callback(lambda _: self._dials.pop(address, None))
+            task.add_done_callback(lambda done: self._dialled(address, done))
         try:
             return await asyncio.shield(task)
+        except RemoteError as error:  # a copy for each who waits: the chain marks its own with a hop
+            raise remote_error(error.code, error.text) from error
         except asyncio.CancelledError:
             if task.cancelled():  # by `close`, not by our caller
                 raise LinkError(ErrorCode.LINK_LOST, "this endpoint was closed while it dialled") from None
@@ -94,15 +97,11 @@ class Endpoint:
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accept links at `host`:`port` (0 = any free port); return what was bound. Raises `LinkError`."""
-        listener = await listen_websocket(
-            host,
-            port,
-            admit=lambda peer_host: self._admission.admit(peer_host, self._num_half_open),
-            on_accept=self._accept,
-            timeout_s=self._limits.handshake_timeout_s,
-        )
+        if self._is_closed:
+            raise LinkError(ErrorCode.LINK_LOST, "this endpoint is closed")
+        listener = Listener(self._may_begin, self._accept, self._limits.handshake_timeout_s)
         self._listeners.append(listener)
-        return listener.address
+        return await listener.bind(host, port)
 
     def links_to(self, node_id: NodeId) -> list[Link]:
         """Return the live links to a node, newest first."""
@@ -127,17 +126,22 @@ class Endpoint:
     async def close(self) -> None:
         """Stop listening, give up what is half open, and close every link with a sealed end."""
         self._is_closed = True
-        for listener in self._listeners:
-            listener.close()
         dials = tuple(self._dials.values())
         for task in dials:
             task.cancel()
         for greeting in tuple(self._greetings):
             greeting.give_up(LinkError(ErrorCode.LINK_LOST, "this endpoint was closed"))
+        await asyncio.gather(*(listener.close() for listener in self._listeners))
         await asyncio.gather(*dials, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self.links))
+        await asyncio.gather(*(websocket.wait_closed() for websocket in tuple(self._websockets)))
 
     # --- dialling and accepting
+
+    def _dialled(self, address: NodeAddress, task: asyncio.Task[Link]) -> None:
+        self._dials.pop(address, None)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; perhaps nobody waits any more
 
     async def _dial(self, address: NodeAddress) -> Link:
         limit_s = self._limits.handshake_timeout_s
@@ -149,11 +153,14 @@ class Endpoint:
         secured: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         handshake = Handshake(self.membership, self._capabilities(), address.node_id)
         greeting = Greeting(websocket, handshake, self, timeout_s=limit_s)
+        self._keep(websocket)
         self._greetings[greeting] = secured
         try:
             link = await secured
         except asyncio.CancelledError:
             greeting.give_up(LinkError(ErrorCode.LINK_LOST, "the dial was given up"))
+            if secured.done() and not secured.cancelled() and secured.exception() is None:
+                await secured.result().close()
             raise
         return await self._confirmed(link, limit_s)
 
@@ -177,12 +184,18 @@ class Endpoint:
         handshake = Handshake(self.membership, self._capabilities())
         left_s = self._limits.handshake_timeout_s - websocket.age_s
         greeting = Greeting(websocket, handshake, self, timeout_s=left_s)
+        self._keep(websocket)
         self._greetings[greeting] = None
 
-    @property
-    def _num_half_open(self) -> int:
-        accepted = sum(secured is None for secured in self._greetings.values())
-        return accepted + sum(listener.num_pending for listener in self._listeners)
+    def _keep(self, websocket: WebSocket) -> None:
+        """Remember a connection until it is gone, so that `close` leaves none behind."""
+        self._websockets.add(websocket)
+        websocket.closed.add_done_callback(lambda _: self._websockets.discard(websocket))
+
+    def _may_begin(self, peer_host: str) -> bool:
+        num_half_open = sum(waiting is None for waiting in self._greetings.values())
+        num_half_open += sum(len(listener.pending) for listener in self._listeners)
+        return not self._is_closed and self._admission.admit(peer_host, num_half_open)
 
     # --- what greetings tell (greeting.Host)
 
@@ -236,12 +249,14 @@ class Endpoint:
     def on_over(self, link: Link, error: RemoteError | None) -> None:
         self._past.add(link.counters)
         siblings = self._links.get(link.peer_id, [])
-        if link not in siblings:
-            return  # it was refused, or never confirmed
-        siblings.remove(link)
+        was_ready = link in siblings  # not refused, and confirmed
+        if was_ready:
+            siblings.remove(link)
         if not siblings:
-            del self._links[link.peer_id]
+            self._links.pop(link.peer_id, None)
             self._quotas.pop(link.peer_id, None)
+        if not was_ready:
+            return
         if not link.is_dialler:
             self._admission.link_down(link.peer_host)
         self._tell("on_link_closed", lambda: self._receiver.on_link_closed(link, error))
@@ -249,5 +264,5 @@ class Endpoint:
     def _tell(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a receiver's bug must not break the endpoint
-            logger.error("receiver failed in %s: %s", name, type(error).__name__)
+        except Exception as error:  # a receiver's bug must not break the endpoint
+            log_receiver_failure(name, error)

@@ -9,11 +9,15 @@ import asyncio
 from typing import Protocol
 
 from routing.carrier import Carrier
-from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError
+from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, SecurityError
 from routing.handshake import Handshake
 from routing.mux import Channel, HandshakeFrame, Mux
 from routing.transport import WebSocket
 from routing.types import Buffer
+
+_CLOSED_ON_US = (
+    "the node closed the connection during the handshake: its id, the swarm id or the swarm secret may differ"
+)
 
 
 class Host(Protocol):
@@ -49,10 +53,10 @@ class Greeting:
         self._host.on_failed(self, error)
 
     def on_frame(self, frame: Buffer) -> None:
+        if self._is_over:
+            return
         try:
             event = self.carrier.receive(frame)
-            if event is None:
-                return
             if not isinstance(event, HandshakeFrame):
                 raise ProtocolError(ErrorCode.STATE, "a frame came before the handshake was done")
             self._advance(event)
@@ -66,7 +70,10 @@ class Greeting:
         self.give_up(error)
 
     def on_lost(self, error: LinkError) -> None:
-        self.give_up(LinkError(error.code, f"{error.text}, during the handshake"))
+        if self.handshake.is_dialler:
+            self.give_up(SecurityError(ErrorCode.HANDSHAKE, _CLOSED_ON_US))
+        else:
+            self.give_up(error)
 
     def _advance(self, event: HandshakeFrame) -> None:
         reply = self.handshake.receive(bytes(event.body))

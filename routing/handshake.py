@@ -78,7 +78,7 @@ class Handshake:
         if self.is_dialler:
             return self._receive_second(message)
         if not self._state.remote_ephemeral:
-            self._state.read_message(message)
+            self._read(message)
             return self._state.write_message(self._payload())
         self._receive_third(message)
         return None
@@ -96,12 +96,14 @@ class Handshake:
         return reply
 
     def _receive_third(self, message: bytes) -> None:
+        peer_id, capabilities = self._check(self._read(message))
+        self.secured = Secured(peer_id, capabilities, *self._state.split())
+
+    def _read(self, message: bytes) -> bytes:
         try:
-            payload = self._state.read_message(message)
+            return self._state.read_message(message)
         except SecurityError as error:
             raise SecurityError(ErrorCode.HANDSHAKE, _MISMATCH) from error
-        peer_id, capabilities = self._check(payload)
-        self.secured = Secured(peer_id, capabilities, *self._state.split())
 
     def _check(self, payload: bytes) -> tuple[NodeId, Capabilities]:
         fields = MapReader(unpack_map(payload, _MAX_PAYLOAD))
@@ -113,7 +115,10 @@ class Handshake:
             network_id=self._membership.network_id,
             now_s=self._membership.now(),
         )
-        return node_id(identity_key), decode_capabilities(fields.blob("caps", None))
+        capabilities = decode_capabilities(fields.blob("caps", None))
+        if not set(capabilities.proto) & set(self.capabilities.proto):
+            raise SecurityError(ErrorCode.VERSION, "the peer speaks no version of the protocol that we do")
+        return node_id(identity_key), capabilities
 
     def _payload(self) -> bytes:
         fields = {

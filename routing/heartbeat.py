@@ -69,17 +69,19 @@ class Heartbeat:
             self._asked_at = None
         if now - self.last_heard >= self._timing.dead_s:
             return "dead"
-        due = max(self.last_heard, self._last_ping) + self._interval_s
-        verdict: Literal["fine", "ping"] = "ping" if now >= due else "fine"
-        self._next_check = min(max(due, now + 0.001), self.last_heard + self._timing.dead_s)
-        if verdict == "ping":
-            self._next_check = min(now + self._interval_s, self.last_heard + self._timing.dead_s)
-        return verdict
+        is_due = now >= self._ping_due
+        next_ping = now + self._interval_s if is_due else self._ping_due
+        self._next_check = min(next_ping, self.last_heard + self._timing.dead_s)
+        return "ping" if is_due else "fine"
 
     @property
     def next_check(self) -> float:
-        """When `check` wants to be called, unless watching begins before."""
-        return self._next_check
+        """When `check` wants to be called; look again after watching began."""
+        return min(self._next_check, self._ping_due) if self.num_watchers else self._next_check
+
+    @property
+    def _ping_due(self) -> float:
+        return max(self.last_heard, self._last_ping) + self._interval_s
 
     @property
     def _interval_s(self) -> float:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import struct
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,7 +80,6 @@ class Link:
         self._channel = channel
         self._receiver = receiver
         self._host = host
-        self._timing = terms.timing
         self._outbox = Outbox(
             Sealer(secured.sending, is_padded=terms.is_padded), secured.capabilities.max_message
         )
@@ -140,10 +141,10 @@ class Link:
         if self.is_closed and outgoing.sent < outgoing.size:
             raise self._closed_error()
 
-    def post(self, message: Message, gone: Callable[[], None] | None = None) -> None:
+    def post(self, message: Message, gone: Callable[[], object] | None = None) -> None:
         """Send without waiting: what there is no credit for is queued. `gone` is called when it has left, or
         never will. Watch `waiting_bytes`. Raises like `send`."""
-        self._push(message, gone)
+        self._push(message, None if gone is None else functools.partial(self._loop.call_soon, gone))
 
     async def ping(self) -> float:
         """Measure and return the round trip in ms; raise `LinkError` when the link dies meanwhile."""
@@ -161,9 +162,8 @@ class Link:
     def watch(self) -> Iterator[None]:
         """Ask for signs of life every 0.5 s while inside; look at `silent_for_s` meanwhile."""
         self._heartbeat.num_watchers += 1
-        soon = time.monotonic() + self._timing.watch_s
-        if not self.is_closed and self._timer_due > soon:
-            self._set_timer(soon)
+        if not self.is_closed and self._timer_due > self._heartbeat.next_check:
+            self._set_timer(self._heartbeat.next_check)
         try:
             yield
         finally:
@@ -196,7 +196,7 @@ class Link:
 
     # --- the way out
 
-    def _push(self, message: Message, gone: Callable[[], None] | None) -> Outgoing:
+    def _push(self, message: Message, gone: Callable[[], object] | None) -> Outgoing:
         if self.is_closed:
             raise self._closed_error()
         started = time.perf_counter_ns()
@@ -289,8 +289,8 @@ class Link:
         self.counters.messages_received[type(message).__name__] += 1
         try:
             self._receiver.on_message(self, message)
-        except Exception as error:  # noqa: BLE001 - a receiver's bug must not cost everybody the link
-            logger.error("receiver failed on a %s: %s", type(message).__name__, type(error).__name__)
+        except Exception as error:  # a receiver's bug must not cost everybody the link
+            log_receiver_failure(type(message).__name__, error)
 
     def _take_ready(self) -> None:
         if self.is_dialler and not self._ready.done():
@@ -372,7 +372,14 @@ class Link:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_due = due
-        self._timer = self._loop.call_later(due - time.monotonic(), self._check_heartbeat)
+        self._timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._check_heartbeat)
+
+
+def log_receiver_failure(occasion: str, error: Exception) -> None:
+    """Log what went wrong and where, but no text of the error: it could quote what the message held."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
+    logger.error("receiver failed on %s: %s at %s", occasion, type(error).__name__, place)
 
 
 def __getattr__(name: str) -> Any:  # until every import says routing.endpoint

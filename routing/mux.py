@@ -265,7 +265,7 @@ class Mux:
 
 def frame_name(frame: Buffer) -> str:
     """Return the type name of a frame, for counters."""
-    kind = _TYPES.get(frame[0])
+    kind = _TYPES.get(frame[0]) if frame else None
     return "UNKNOWN" if kind is None else kind.name
 
 

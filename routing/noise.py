@@ -158,14 +158,12 @@ class HandshakeState:
         """Return what message 2 seems to hold, *without authenticating it*.
 
         Only for telling the user why a handshake failed: when the peer mixed in another prologue the keys
-        still agree but no tag does. State is left as it was.
+        still agree but no tag does. (With a psk message 1 fails already.) State is left as it was.
         """
         assert self._is_initiator, "only message 2 can be peeked at"
         before = self._snapshot()
         try:
             self.remote_ephemeral, rest = _cut(message, KEY_SIZE)
-            if self._psk is not None:
-                self._mix_key(self.remote_ephemeral)
             self._mix_key(self._exchange(self._own_ephemeral(), self.remote_ephemeral))
             static, rest = _cut(rest, KEY_SIZE + TAG_SIZE)
             remote_static = _unauthenticated(self._cipher_key, static)
@@ -194,7 +192,10 @@ class HandshakeState:
                 return public
             case "s":
                 return self._encrypt_and_hash(self._static.public_key().public_bytes_raw())
-        self._mix_secret(token)
+            case "psk":
+                self._mix_psk()
+            case _:
+                self._mix_secret(token)
         return b""
 
     def _read_token(self, token: str, message: bytes) -> bytes:
@@ -205,6 +206,8 @@ class HandshakeState:
             case "s":
                 sealed, message = _cut(message, KEY_SIZE + TAG_SIZE)
                 self.remote_static = self._decrypt_and_hash(sealed)
+            case "psk":
+                self._mix_psk()
             case _:
                 self._mix_secret(token)
         return message
@@ -215,16 +218,16 @@ class HandshakeState:
             self._mix_key(public)
 
     def _mix_secret(self, token: str) -> None:
-        if token == "psk":
-            assert self._psk is not None
-            self._ck, temp_h, key = self._hkdf(self._psk, 3)
-            self._mix_hash(temp_h)
-            self._set_cipher(key)
-            return
         mine, theirs = tuple(token) if self._is_initiator else tuple(reversed(token))
         private = self._own_ephemeral() if mine == "e" else self._static
         public = self.remote_ephemeral if theirs == "e" else self.remote_static
         self._mix_key(self._exchange(private, public))
+
+    def _mix_psk(self) -> None:
+        assert self._psk is not None
+        self._ck, temp_h, key = self._hkdf(self._psk, 3)
+        self._mix_hash(temp_h)
+        self._set_cipher(key)
 
     def _own_ephemeral(self) -> X25519PrivateKey:
         assert self._ephemeral is not None, "no ephemeral key was written yet"

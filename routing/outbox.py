@@ -43,7 +43,7 @@ class Outgoing:
     )
 
     def __init__(
-        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], None] | None
+        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], object] | None
     ) -> None:
         self.kind = kind
         self.lane = lane
@@ -109,7 +109,7 @@ class Outbox:
         self.waiting_bytes = 0
 
     def push(
-        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], None] | None = None
+        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], object] | None = None
     ) -> Outgoing:
         """Queue a message; `gone` is called once its last record is sealed, or it is given up.
 

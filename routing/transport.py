@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from websockets.client import ClientProtocol
+from websockets.exceptions import PayloadTooBig, WebSocketException
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.protocol import State
@@ -52,7 +53,7 @@ class WebSocket(asyncio.Protocol):
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._pieces: list[Buffer] = []  # of a message that something on the way cut into fragments
+        self._pieces: bytearray | None = None  # of a message that something on the way cut into fragments
         self._close_timer: asyncio.TimerHandle | None = None
         self._reason = "the connection was lost"
         self._is_paused = False
@@ -157,12 +158,13 @@ class WebSocket(asyncio.Protocol):
                     self._reason = "the peer closed the connection without a sealed end"
 
     def _take_piece(self, frame: Frame) -> None:
-        if frame.fin and not self._pieces:
+        if frame.fin and self._pieces is None:
             self._deliver(frame.data)
             return
-        self._pieces.append(frame.data)
+        whole = bytearray() if self._pieces is None else self._pieces
+        whole += frame.data  # the library bounds their sum
+        self._pieces = None if frame.fin else whole
         if frame.fin:
-            whole, self._pieces = b"".join(self._pieces), []
             self._deliver(whole)
 
     def _deliver(self, frame: Buffer) -> None:
@@ -172,11 +174,8 @@ class WebSocket(asyncio.Protocol):
     def _report_violation(self) -> None:
         error = self._protocol.parser_exc
         if error is not None and not isinstance(error, EOFError):
-            is_size = self._protocol.close_sent is not None and self._protocol.close_sent.code == 1009
-            code = ErrorCode.TOO_BIG if is_size else ErrorCode.MALFORMED
-            self._violated(
-                ProtocolError(code, f"the peer broke the websocket protocol: {type(error).__name__}")
-            )
+            code = ErrorCode.TOO_BIG if isinstance(error, PayloadTooBig) else ErrorCode.MALFORMED
+            self._violated(ProtocolError(code, f"the websocket protocol was broken: {type(error).__name__}"))
 
     def _violated(self, error: ProtocolError) -> None:
         if self.receiver is not None:
@@ -199,12 +198,38 @@ class WebSocket(asyncio.Protocol):
                 self._expect_close()
 
 
+async def dial_websocket(host: str, port: int, timeout_s: float) -> WebSocket:
+    """Connect and upgrade; raise `LinkError` TIMEOUT or LINK_LOST with what the system said.
+
+    Environment proxies are not used and redirects are not followed: an address means that address.
+    """
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    websocket: _Dialled | None = None
+    try:
+        protocol = ClientProtocol(parse_uri(f"ws://{place}/"), max_size=MAX_FRAME)
+        websocket = _Dialled(protocol, place)
+        async with asyncio.timeout(timeout_s):
+            await asyncio.get_running_loop().create_connection(lambda: websocket, host, port)
+            await asyncio.shield(websocket.ready)
+    except BaseException as error:
+        if websocket is not None:
+            websocket.abort()
+        if isinstance(error, TimeoutError):
+            text = f"{place} did not answer within {timeout_s:g} s"
+            raise LinkError(ErrorCode.TIMEOUT, text) from error
+        if isinstance(error, OSError | ValueError | WebSocketException):
+            raise LinkError(ErrorCode.LINK_LOST, f"cannot reach {place}: {_said(error)}") from error
+        raise
+    return websocket
+
+
 class _Dialled(WebSocket):
     """The dialling side: upgrades, then is `ready`."""
 
-    def __init__(self, protocol: ClientProtocol) -> None:
+    def __init__(self, protocol: ClientProtocol, place: str) -> None:
         super().__init__(protocol)
         self._client = protocol
+        self._place = place
         self.ready: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -234,17 +259,69 @@ class _Dialled(WebSocket):
         if error is None and self._client.state is State.OPEN:
             self.ready.set_result(None)
             return
-        said = f": {error}" if error is not None else ""
-        self.ready.set_exception(LinkError(ErrorCode.LINK_LOST, f"no node answers there{said}"))
+        said = _said(error) if error is not None else "the connection was closed"
+        text = f"no node answers at {self._place}: {said}"
+        self.ready.set_exception(LinkError(ErrorCode.LINK_LOST, text))
+        self.ready.exception()  # a dial that was given up does not look
+
+
+class Listener:
+    """A bound socket that accepts connections and sees each through its upgrade.
+
+    `admit` is asked with the peer's address before a byte is read; connections that are not upgraded within
+    `timeout_s` are cut; the others go to `on_accept`.
+    """
+
+    def __init__(
+        self, admit: Callable[[str], bool], on_accept: Callable[[WebSocket], None], timeout_s: float
+    ) -> None:
+        self.admit = admit
+        self.on_accept = on_accept
+        self.timeout_s = timeout_s
+        self.pending: set[WebSocket] = set()  # accepted, not upgraded yet
+        self._server: asyncio.Server | None = None
+
+    async def bind(self, host: str, port: int) -> tuple[str, int]:
+        """Start to accept; return what was bound. Raises `LinkError` LINK_LOST when it cannot be."""
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: _Accepted(self), host, port, backlog=_BACKLOG
+            )
+        except (OSError, OverflowError) as error:
+            text = f"cannot listen on {host}:{port}: {_said(error)}"
+            raise LinkError(ErrorCode.LINK_LOST, text) from error
+        name = self._server.sockets[0].getsockname()
+        return name[0], name[1]
+
+    async def close(self) -> None:
+        """Stop accepting, and cut connections that are not upgraded yet."""
+        if self._server is not None:
+            self._server.close()
+        pending = tuple(self.pending)
+        for websocket in pending:
+            websocket.abort()
+        await asyncio.gather(*(websocket.wait_closed() for websocket in pending))
 
 
 class _Accepted(WebSocket):
-    """The accepting side: answers the upgrade, then hands itself over."""
+    """The accepting side: refused before its first byte, cut when it dawdles, or handed over."""
 
-    def __init__(self, protocol: ServerProtocol, on_accept: Callable[[WebSocket], None]) -> None:
-        super().__init__(protocol)
-        self._server = protocol
-        self._on_accept = on_accept
+    def __init__(self, listener: Listener) -> None:
+        # browsers send an Origin; a link is not for them
+        self._server = ServerProtocol(origins=[None], max_size=MAX_FRAME)
+        super().__init__(self._server)
+        self._listener = listener
+        self._timer = self._loop.call_later(listener.timeout_s, self.abort)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._listener.admit(self.peer_host):
+            self.abort()
+        self._listener.pending.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(error)
 
     def _take(self, event: object) -> None:
         if not isinstance(event, Request):
@@ -253,125 +330,12 @@ class _Accepted(WebSocket):
         self._server.send_response(self._server.accept(event))
         self._flush()
         if self._server.state is State.OPEN:
-            self._on_accept(self)
+            self._leave()
+            self._listener.on_accept(self)
 
-
-async def dial_websocket(host: str, port: int, timeout_s: float) -> WebSocket:
-    """Connect and upgrade; raise `LinkError` TIMEOUT or LINK_LOST with what the system said.
-
-    Environment proxies are not used and redirects are not followed: an address means that address.
-    """
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    websocket: _Dialled | None = None
-
-    def build() -> _Dialled:
-        protocol = ClientProtocol(parse_uri(f"ws://{place}/"), max_size=MAX_FRAME)
-        return _Dialled(protocol)
-
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, websocket = await asyncio.get_running_loop().create_connection(build, host, port)
-            await asyncio.shield(websocket.ready)
-    except TimeoutError as error:
-        _abandon(websocket)
-        raise LinkError(ErrorCode.TIMEOUT, f"{place} did not answer within {timeout_s:g} s") from error
-    except (OSError, UnicodeError, ValueError) as error:
-        raise LinkError(ErrorCode.LINK_LOST, f"cannot reach {place}: {_said(error)}") from error
-    except BaseException:
-        _abandon(websocket)
-        raise
-    return websocket
-
-
-class Listener:
-    """A bound socket that accepts connections."""
-
-    def __init__(self, server: asyncio.Server, pending: set[WebSocket]) -> None:
-        self._server = server
-        self._pending = pending
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """The bound host and port."""
-        name = self._server.sockets[0].getsockname()
-        return name[0], name[1]
-
-    @property
-    def num_pending(self) -> int:
-        """Connections that are accepted and not upgraded yet."""
-        return len(self._pending)
-
-    def close(self) -> None:
-        """Stop accepting, and cut connections that are not upgraded yet."""
-        self._server.close()
-        for websocket in tuple(self._pending):
-            websocket.abort()
-
-
-async def listen_websocket(
-    host: str,
-    port: int,
-    *,
-    admit: Callable[[str], bool],
-    on_accept: Callable[[WebSocket], None],
-    timeout_s: float,
-) -> Listener:
-    """Bind and accept; raise `LinkError` LINK_LOST when the address cannot be bound.
-
-    `admit` is asked with the peer's address before a byte is read; connections that are not upgraded within
-    `timeout_s` are cut.
-    """
-    loop = asyncio.get_running_loop()
-    pending: set[WebSocket] = set()
-
-    def build() -> _Accepted:
-        protocol = ServerProtocol(origins=[None], max_size=MAX_FRAME)  # browsers send an Origin: not for them
-        return _Gated(protocol, on_accept, admit, pending, timeout_s)
-
-    try:
-        server = await loop.create_server(build, host, port, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise LinkError(ErrorCode.LINK_LOST, f"cannot listen on {host}:{port}: {_said(error)}") from error
-    return Listener(server, pending)
-
-
-class _Gated(_Accepted):
-    """An accepted connection that is refused before its first byte, or cut when it dawdles."""
-
-    def __init__(
-        self,
-        protocol: ServerProtocol,
-        on_accept: Callable[[WebSocket], None],
-        admit: Callable[[str], bool],
-        pending: set[WebSocket],
-        timeout_s: float,
-    ) -> None:
-        super().__init__(protocol, self._upgraded)
-        self._hand_over = on_accept
-        self._admit = admit
-        self._pending = pending
-        self._timer = self._loop.call_later(timeout_s, self.abort)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if not self._admit(self.peer_host):
-            self.abort()
-        self._pending.add(self)
-
-    def connection_lost(self, error: Exception | None) -> None:
+    def _leave(self) -> None:
         self._timer.cancel()
-        self._pending.discard(self)
-        super().connection_lost(error)
-
-    def _upgraded(self, websocket: WebSocket) -> None:
-        self._timer.cancel()
-        self._pending.discard(self)
-        self._hand_over(websocket)
-
-
-def _abandon(websocket: WebSocket | None) -> None:
-    if websocket is not None:
-        websocket.abort()
+        self._listener.pending.discard(self)
 
 
 def _said(error: BaseException) -> str:
@@ -379,4 +343,6 @@ def _said(error: BaseException) -> str:
         return error.text
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)
+    if isinstance(error, WebSocketException):
+        return str(error)
     return getattr(error, "strerror", None) or type(error).__name__

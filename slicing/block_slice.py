@@ -55,11 +55,11 @@ class BlockSlice:
         accepted = inspect.signature(type(model).forward).parameters
         self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
         self._takes_positions = "position_ids" in accepted
-        if self.cache_argument is None or "inputs_embeds" not in accepted:
-            raise CannotCut(f"the forward of {type(model).__name__} takes no cache or no inputs_embeds")
-        embedding = model.get_input_embeddings()
-        self._device = embedding.weight.device
-        self._blank = torch.zeros(1, 1, embedding.weight.shape[-1], dtype=model.dtype, device=self._device)
+        if self.cache_argument is None:
+            raise CannotCut(f"the forward of {type(model).__name__} takes no key/value cache")
+        embedding = model.get_input_embeddings().weight
+        self._device = embedding.device
+        self._embedding_size = embedding.shape[-1]
         for number, block in enumerate(stack.blocks):
             block.forward = self._stand_in(number, block)
 
@@ -96,7 +96,7 @@ class BlockSlice:
         """Run blocks [start, end), at least one, on hidden states [1, rows, hidden]."""
         rows = hidden_states.shape[1]
         call = _Call(start, end, True, hidden_states, is_cancelled)
-        self._forward(call, cache, position, rows, inputs_embeds=self._dummy(rows))
+        self._forward(call, cache, position, rows, **self._dummy(rows))
         assert call.result is not None
         return call.result
 
@@ -111,7 +111,7 @@ class BlockSlice:
         """Run blocks [start, N) and what comes after them: hidden states [1, rows, hidden] to logits [1, rows, vocab]."""
         rows = hidden_states.shape[1]
         call = _Call(start, len(self.stack), False, hidden_states, is_cancelled)
-        return _logits(self._forward(call, cache, position, rows, inputs_embeds=self._dummy(rows)))
+        return _logits(self._forward(call, cache, position, rows, **self._dummy(rows)))
 
     def _forward(self, call: _Call, cache: KVCache, position: int, rows: int, **inputs: torch.Tensor) -> Any:
         assert self.cache_argument is not None
@@ -131,9 +131,12 @@ class BlockSlice:
             cache.finish(position + rows, call.start, call.end)
         return output
 
-    def _dummy(self, rows: int) -> torch.Tensor:
-        """Return input embeddings [1, rows, width] that only give the model's own prelude its shapes."""
-        return self._blank.expand(1, rows, -1)
+    def _dummy(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return inputs that only give the model's own prelude its shapes; fresh ones, as it may write into them."""
+        if not self.form.takes_embeds:
+            return {"input_ids": torch.zeros(1, rows, dtype=torch.int64, device=self._device)}
+        shape = (1, rows, self._embedding_size)
+        return {"inputs_embeds": torch.zeros(shape, dtype=self.model.dtype, device=self._device)}
 
     def _stand_in(self, number: int, block: nn.Module) -> Callable[..., Any]:
         run_block = block.forward

@@ -26,6 +26,7 @@ class BlockForm:
 
     argument: int | str  # place (positional) or name (keyword) of the hidden states in a block call
     output_length: int | None  # None: a block returns the tensor itself; else a tuple with it in front
+    takes_embeds: bool = True  # the model's forward runs on made-up input embeddings; otherwise on token ids
 
     def hidden_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Return the hidden states among the arguments of a call."""

@@ -203,8 +203,8 @@ def _build_config(folder: Path, config_map: Mapping[str, Any]) -> PretrainedConf
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the config classes raise whatever their checks raise
-        kind = config_map.get("model_type")
-        raise ModelError(f"transformers refuses {folder / 'config.json'} ({kind}): {error}") from error
+        kind, first = config_map.get("model_type"), next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"transformers refuses {folder / 'config.json'} ({kind}): {first}") from error
 
 
 def _no_safetensors(folder: Path) -> ModelError:

@@ -15,21 +15,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from huggingface_hub import constants, hf_hub_download, hf_hub_url, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but exported without a stub
     build_hf_headers,
     get_session,
@@ -40,6 +31,7 @@ from tqdm.auto import tqdm
 from slicing.cache import cache_root, locked
 from slicing.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, pick_indexed, read_config_map, read_index
 from slicing.errors import ModelError
+from slicing.hub_errors import explained
 from slicing.progress import Progress, no_progress
 from slicing.sparse_file import Range, SparseFile, merged, pieces
 from slicing.tensor_file import LENGTH_BYTES, TensorRange, header_length, parse_header, read_tensor_ranges
@@ -60,10 +52,9 @@ SMALL_FILES = [
     "vocab.txt",
 ]
 PIECE_BYTES = 64 << 20  # noted as done one by one: what an interruption can cost
-STREAM_BYTES = 1 << 20
 NUM_CONNECTIONS = 4
 NUM_HEADERS_AT_ONCE = 8
-NUM_ATTEMPTS = 5
+NUM_ATTEMPTS = 5  # without a byte in between
 FIRST_WAIT_S = 0.5  # doubled at every attempt: 7.5 s in all
 TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 TIMEOUT_S = 30.0
@@ -71,8 +62,8 @@ TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-class RangesIgnoredError(Exception):
-    """The server answers a range request with the whole file."""
+class RangesIgnoredError(ModelError):
+    """The server answers a range request with the whole file, which is not read."""
 
 
 def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_progress) -> Checkpoint:
@@ -81,7 +72,7 @@ def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_
     Raises `ModelError`, its text saying what to do (a wrong name, a gate, no network).
     """
     repo, _, revision = model.partition("@")
-    with _explained(model):
+    with explained(model):
         small_files = snapshot_download(
             repo,
             revision=revision or None,
@@ -121,20 +112,18 @@ class HubShards:
         if (self.folder / shard).is_file():
             return read_tensor_ranges(self.folder / shard)
         file = SparseFile(self.store / shard)
-        with _explained(self.model), locked(file.path):
+        with explained(self.model):
             try:
-                self._bring(file, [(0, LENGTH_BYTES)])
+                self._fetch_part(file, (0, LENGTH_BYTES))
                 size = file.size() or 0
-                with file.path.open("rb") as stream:
-                    length = header_length(stream.read(LENGTH_BYTES), size, file.path)
-                    self._bring(file, [(LENGTH_BYTES, LENGTH_BYTES + length)])
-                    return parse_header(stream.read(length), size, file.path)
+                length = header_length(file.read(0, LENGTH_BYTES), size, file.path)
+                self._fetch_part(file, (LENGTH_BYTES, LENGTH_BYTES + length))
+                return parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), size, file.path)
             except RangesIgnoredError:
                 logger.warning("the server ignores byte ranges: fetching %s of %s whole", shard, self.model)
                 bar = _reporting_bar(self.progress)
-                return read_tensor_ranges(
-                    Path(hf_hub_download(self.repo, shard, revision=self.folder.name, tqdm_class=bar))
-                )
+                whole = hf_hub_download(self.repo, shard, revision=self.folder.name, tqdm_class=bar)
+                return read_tensor_ranges(Path(whole))
 
     def fetch(self, ranges: Iterable[TensorRange], progress: Progress) -> None:
         """Bring every byte of `ranges` that is not here yet into its local file. Raises `ModelError`."""
@@ -147,8 +136,14 @@ class HubShards:
         self._check_space(total)
         meter = _Meter(progress, total)
         for path, parts in missing.items():
-            with _explained(self.model), locked(path):
-                self._bring(SparseFile(path), parts, meter)
+            if parts:
+                with explained(self.model), locked(path):
+                    self._bring(SparseFile(path), parts, meter)
+
+    def _fetch_part(self, file: SparseFile, part: Range) -> None:
+        if file.missing([part]):  # else another process may hold the lock for as long as its layers take
+            with locked(file.path):
+                self._bring(file, [part])
 
     def _bring(self, file: SparseFile, wanted: list[Range], meter: _Meter | None = None) -> None:
         """Download what of `wanted` is missing, a few pieces at a time; the caller holds the file's lock."""
@@ -160,10 +155,8 @@ class HubShards:
             with noting:
                 file.add(*piece)
 
-        if meter is not None:
-            meter.add(
-                _num_bytes(merged(wanted)) - _num_bytes(missing)
-            )  # came meanwhile, from another process
+        if meter is not None:  # what another process has brought meanwhile
+            meter.add(_num_bytes(merged(wanted)) - _num_bytes(missing))
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for _ in pool.map(bring_piece, pieces(missing, PIECE_BYTES)):
                 pass
@@ -176,7 +169,7 @@ class HubShards:
                 for data in self._stream(file, offset, end):
                     with file.path.open("rb+") as stream:
                         os.pwrite(stream.fileno(), data, offset)
-                    offset += len(data)
+                    offset, failures = offset + len(data), 0
                     if meter is not None:
                         meter.add(len(data))
             except (httpx2.TransportError, HfHubHTTPError) as error:
@@ -194,7 +187,9 @@ class HubShards:
                 response.read()
             hf_raise_for_status(response)
             if response.status_code != 206:
-                raise RangesIgnoredError
+                raise RangesIgnoredError(
+                    f"the hub sends {file.path.name} whole only: download it as a folder"
+                )
             first, last, size = _content_range(response.headers.get("Content-Range", ""), file.path)
             if (first, last) != (begin, end - 1):
                 raise ModelError(
@@ -202,7 +197,7 @@ class HubShards:
                 )
             file.create(size)
             left = end - begin
-            for data in response.iter_bytes(STREAM_BYTES):
+            for data in response.iter_raw():  # as it comes: what arrived before an error is kept
                 yield data[:left]
                 left -= len(data[:left])
             if left:
@@ -272,45 +267,3 @@ def _reporting_bar(progress: Progress) -> type[Any]:
             return None
 
     return ReportingBar
-
-
-@contextmanager
-def _explained(model: str) -> Iterator[None]:
-    """The one place where the hub client's errors become ours, with what to do about them."""
-    try:
-        yield
-    except GatedRepoError as error:
-        page = f"{constants.ENDPOINT}/{model.partition('@')[0]}"
-        raise ModelError(f"{model} is gated: accept its terms at {page}, then set HF_TOKEN") from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{model}: the hub knows the model but not this revision") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"the hub at {constants.ENDPOINT} has no model {model.partition('@')[0]}; "
-            "check the name, and set HF_TOKEN if it is private"
-        ) from error
-    except OfflineModeIsEnabled as error:
-        raise ModelError(
-            f"HF_HUB_OFFLINE is set but {model} is not fully here; fetch it once without"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        if constants.is_offline_mode():
-            raise ModelError(
-                f"HF_HUB_OFFLINE is set but {model} is not here; fetch it once without"
-            ) from error
-        raise ModelError(
-            f"cannot reach the hub at {constants.ENDPOINT}, and {model} is not cached here"
-        ) from error
-    except EntryNotFoundError as error:
-        raise ModelError(
-            f"{model} holds no {SINGLE_NAME} (or a shard that its index names); "
-            "pickled weights are refused: look for a safetensors copy"
-        ) from error
-    except (HfHubHTTPError, httpx2.HTTPError) as error:
-        raise ModelError(
-            f"the hub at {constants.ENDPOINT} fails for {model}: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import Lock
 
@@ -91,6 +91,7 @@ def _check_whole_against_cut(config: PretrainedConfig) -> CutReport:
         ends = learn_ends(model, stack, lambda: model(input_ids=token_ids[:, :2], use_cache=False))
     form = learn_form(stack, calls)
     _check_width(stack, calls[0], form, model)
+    form = replace(form, takes_embeds=_takes_embeds(model))
     trial = _Trial(model, form, ends, token_ids)
     trial.check_against_stock()
     trial.check_chunks()
@@ -239,6 +240,15 @@ def _check_width(stack: BlockStack, call: BlockCall, form: BlockForm, model: Pre
     width = model.config.get_text_config(decoder=True).hidden_size
     if shape != (1, 2, width):
         raise CannotCut(f"the hidden states of {stack.name} have shape {shape}, not [1, rows, {width}]")
+
+
+def _takes_embeds(model: PreTrainedModel) -> bool:
+    """Tell whether the model runs on input embeddings that belong to no token."""
+    try:
+        model(inputs_embeds=torch.zeros(1, 2, model.get_input_embeddings().weight.shape[-1]), use_cache=False)
+    except Exception:  # noqa: BLE001 - a foreign class may raise anything for what it does not take
+        return False
+    return True
 
 
 def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

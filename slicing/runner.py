@@ -163,6 +163,22 @@ class PlainRunner:
             start, batch = self.num_layers, batch[:, kept]
         return self._slice.run_to_logits(cache, batch, position, start, is_cancelled)[0].float()
 
+    def run_whole(
+        self,
+        cache: KVCache,
+        token_ids: torch.Tensor,
+        position: int,
+        *,
+        keep: int | Sequence[int] | None = None,
+        is_cancelled: IsCancelled | None = None,
+    ) -> torch.Tensor:
+        """Run the uncut model on token ids [rows]: logits [n, vocab] (float32). What slices are compared with."""
+        assert self.parts == Parts.whole(self.num_layers), "this runner holds a part of the model only"
+        self._check_step(cache, position, 0, self.num_layers)
+        kept = _rows(len(token_ids), keep)
+        logits = self._slice.run_whole(cache, token_ids.to(self.device).unsqueeze(0), position, is_cancelled)
+        return logits[0][kept].float()
+
     def measure_layer_ms(self, rows: int = 1) -> float:
         """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""
         start, end = max(self.parts.layers, key=lambda held: held[1] - held[0], default=(0, 0))

@@ -31,6 +31,12 @@ class SparseFile:
         """Return the parts of `wanted` that have not arrived, merged and in order."""
         return subtract(merged(wanted), self._read()[1])
 
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes of a range that has arrived."""
+        with self.path.open("rb") as stream:
+            stream.seek(begin)
+            return stream.read(end - begin)
+
     def create(self, size: int) -> None:
         """Make the file with `size` bytes of holes, unless it is there."""
         if self.size() != size:

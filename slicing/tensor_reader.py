@@ -68,8 +68,10 @@ class TensorReader:
             hashed.result()
 
     def close(self) -> None:
-        """Close the files and drop the buffers; the next read opens them again."""
+        """Close the files, drop the buffers and end the thread; the next read makes them again."""
         self._buffers = []
+        self._hashing.shutdown()
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")
         while self._files:
             os.close(self._files.popitem()[1])
 

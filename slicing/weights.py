@@ -1,8 +1,7 @@
 """Fills the wanted part of a weightless model from a checkpoint, and reads nothing else.
 
 Every tensor is read straight into the memory it will live in, so loading a slice takes the slice's weights
-and one small buffer. It does not know how a model is cut: the caller says which parameters it wants, by
-name.
+and two small buffers. It does not know how a model is cut: the caller names the parameters it wants.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from slicing.tensor_plan import Recipe, essential, plan_tensors, tied_groups
 
 __all__ = ["Checkpoint", "LoadedWeights", "layer_number", "load_parameters", "open_checkpoint"]
 
-ALIGNMENT_BYTES = (
-    64  # a cache line and the widest vector register; kernels take another path (other bits) for less
-)
+ALIGNMENT_BYTES = 64  # the widest vector register; kernels take another path (other bits) for less
 LAYER_HASH_BYTES = 8
 
 LayerOf = Callable[[str], int | None]
@@ -193,13 +190,9 @@ def _target_dtypes(
 
 def _share_equal(filled: dict[str, torch.Tensor], aliases: Mapping[str, list[str]]) -> None:
     """Let tied names share one tensor where the checkpoint stores equal ones (differing ones stay apart)."""
-    for name in filled:
+    for name, tensor in list(filled.items()):
         for other in aliases.get(name, ()):
-            if (
-                other in filled
-                and filled[other] is not filled[name]
-                and torch.equal(filled[other], filled[name])
-            ):
+            if other in filled and torch.equal(filled[other], tensor):
                 filled[other] = filled[name]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -11,6 +13,8 @@ from starlette.requests import Request
 
 from app.api.errors import ApiError, invalid
 
+DISCARD_S = 1.0  # most clients read an answer only after they have sent everything; an endless one may go
+PARSE_APART_BYTES = 256 << 10  # beyond this, parsing would hold up other answers for milliseconds
 CLOSE = {"connection": "close"}  # the rest of the body is not worth reading
 
 
@@ -30,7 +34,7 @@ async def read_json_object(request: Request, limits: BodyLimits) -> dict[str, An
     except TimeoutError:
         message = f"the body did not arrive within {limits.timeout_s:g} s"
         raise ApiError(408, "request_timeout", message, headers=CLOSE) from None
-    return parse_object(raw)
+    return parse_object(raw) if len(raw) < PARSE_APART_BYTES else await asyncio.to_thread(parse_object, raw)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -56,18 +60,25 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 async def _read(request: Request, limit: int) -> bytes:
     """Count bytes as they come, so an endless body costs no more than the limit."""
     stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated[:20]) > limit:
-        raise _too_large(limit)
+    is_too_large = stated.isdecimal() and int(stated[:20]) > limit
     body = bytearray()
-    async for chunk in request.stream():
+    chunks = request.stream()
+    while not is_too_large and (chunk := await anext(chunks, None)) is not None:
         body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
+        is_too_large = len(body) > limit
+    if is_too_large:
+        if "expect" not in request.headers:  # a client that asks first has not sent anything yet
+            await _discard(chunks)
+        raise ApiError(413, "request_too_large", f"the body is larger than {limit} bytes", headers=CLOSE)
     return bytes(body)
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, "request_too_large", f"the body is larger than {limit} bytes", headers=CLOSE)
+async def _discard(chunks: AsyncGenerator[bytes, None]) -> None:
+    """Let a client finish sending, so that it gets to read its refusal; nothing is kept."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            async for _ in chunks:
+                pass
 
 
 class _HookError(ValueError):

@@ -24,6 +24,7 @@ from routing.errors import ErrorCode, LinkError, NoRouteError, ProtocolError, Re
 MAX_MESSAGE = 500  # characters
 ROUTE_RETRY_S = 5  # a restarted node takes about this long to load a slice and be seen again
 BUSY_RETRY_S = 2
+MAX_RETRY_S = 30  # clients do not retry at all when told to wait for minutes (openai.md, section 1.1)
 
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -73,7 +74,7 @@ def unsupported(param: str, message: str) -> ApiError:
 
 def unavailable(code: str, message: str, retry_s: int) -> ApiError:
     """Not now: try again after `retry_s` seconds."""
-    return ApiError(503, code, message, headers={"retry-after": str(max(1, retry_s))})
+    return ApiError(503, code, message, headers={"retry-after": str(min(max(retry_s, 1), MAX_RETRY_S))})
 
 
 def not_ready(model: str, status: ModelStatus) -> ApiError:

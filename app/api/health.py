@@ -29,9 +29,10 @@ class Health:
         asked = request.query_params.get("model")
         engines = {asked: self._gateway.engine(asked)} if asked else self._gateway.engines
         statuses = {name: engine.coverage() for name, engine in engines.items()}
-        is_ready = all(status.is_ready for status in statuses.values()) and not self._gateway.is_draining
+        is_whole = bool(statuses) and all(status.is_ready for status in statuses.values())
+        is_ready = is_whole and not (self._gateway.is_draining or self._gateway.is_loading)
         body = {
-            "status": "ready" if is_ready else "not_ready",
+            "status": "ready" if is_ready else "loading" if self._gateway.is_loading else "not_ready",
             "models": {name: _describe(status) for name, status in statuses.items()},
         }
         return JSONResponse(body, status_code=200 if is_ready else 503)

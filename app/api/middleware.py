@@ -71,8 +71,8 @@ class ErrorBoundary:
             if is_client_gone(error):
                 return
             failure = self._gateway.failure(scope, error)
-            if is_started:  # too late for a status: closing the connection shows that something broke
-                raise
+            if is_started:  # too late for a status: an unfinished response shows that something broke
+                return
             await failure.response()(scope, receive, send)
 
 

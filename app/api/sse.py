@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from app.api.errors import ApiError, ClientGoneError
 
@@ -21,6 +21,9 @@ Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
+STALLED_CLIENT_S = (
+    300.0  # a client that reads nothing for so long is gone; its answer holds memory on every node
+)
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -57,17 +60,25 @@ class EventStream(Response):
                 async for data in frames:
                     if not is_started:
                         is_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send(_body(data, more=True))
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        )
+                    await _write(send, data)
+            except ClientGoneError:
+                raise
             except Exception as error:
                 if not is_started:
                     raise
-                await send(_body(frame(self._translate(error).envelope()), more=True))
-        await send(_body(b"", more=False))
+                await _write(send, frame(self._translate(error).envelope()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _body(data: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": more}
+async def _write(send: Send, data: bytes) -> None:
+    try:
+        async with asyncio.timeout(STALLED_CLIENT_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise ClientGoneError from None
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

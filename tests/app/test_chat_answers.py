@@ -82,7 +82,9 @@ async def test_a_stop_string_over_token_borders_never_shows(served: Served, stop
     assert text_of(await served.stream(stop=stop)) == text
 
 
-async def test_text_held_back_for_a_stop_string_comes_at_the_end(serve: Serve, tokenizer: ChatTokenizer) -> None:
+async def test_text_held_back_for_a_stop_string_comes_at_the_end(
+    serve: Serve, tokenizer: ChatTokenizer
+) -> None:
     engine = ScriptedEngine(tokenizer, saying(tokenizer, "hello wor"))
     async with serve(engine) as served:
         assert text_of(await served.stream(stop=["world"])) == "hello wor"
@@ -104,7 +106,9 @@ async def test_characters_over_several_tokens_arrive_as_in_the_whole_answer(
         assert text_of(await served.stream()) == text
 
 
-async def test_an_answer_that_ends_inside_a_character_drops_it(serve: Serve, tokenizer: ChatTokenizer) -> None:
+async def test_an_answer_that_ends_inside_a_character_drops_it(
+    serve: Serve, tokenizer: ChatTokenizer
+) -> None:
     engine = ScriptedEngine(tokenizer, ids_of([*tokenizer.encode("a\u4f60")[:-1], 2]))
     async with serve(engine) as served:
         assert (await served.ask()).json()["choices"][0]["message"]["content"] == "a"
@@ -121,7 +125,10 @@ async def test_each_choice_has_its_own_answer(local: Served) -> None:
 
 async def test_the_same_seed_gives_the_same_choices(local: Served) -> None:
     first, second, other = [
-        [choice["message"]["content"] for choice in (await local.ask(n=2, seed=seed, max_tokens=8)).json()["choices"]]
+        [
+            choice["message"]["content"]
+            for choice in (await local.ask(n=2, seed=seed, max_tokens=8)).json()["choices"]
+        ]
         for seed in (5, 5, 6)
     ]
     assert first == second != other

@@ -52,8 +52,16 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "tool", "content": "2", "tool_call_id": None}], "messages.0.tool_call_id"),
     ("messages", [{"role": "function", "content": "2"}], "messages.0.name"),
     ("messages", [{"role": "assistant"}], "messages.0.content"),
-    ("messages", [{"role": "assistant", "tool_calls": [{"id": "x"}]}, USER], "messages.0.tool_calls.0.function"),
-    ("messages", [USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "messages.2"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"id": "x"}]}, USER],
+        "messages.0.tool_calls.0.function",
+    ),
+    (
+        "messages",
+        [USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "messages.2",
+    ),
     ("messages", [USER, {"role": "assistant", "tool_calls": [CALL]}], "messages.1"),
     ("max_tokens", 0, "max_tokens"),
     ("max_tokens", -1, "max_tokens"),
@@ -205,6 +213,15 @@ def test_whatever_a_message_holds_it_is_accepted_or_refused(message: dict[str, A
         assert str(refused.param).startswith("messages")
 
 
+def test_reasoning_effort_is_a_variable_of_the_template_and_the_callers_flags_win() -> None:
+    assert parse(reasoning_effort="none").template_variables == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+    }
+    flags = {"enable_thinking": True}
+    assert parse(reasoning_effort="none", chat_template_kwargs=flags).template_variables["enable_thinking"]
+
+
 def test_prompts_do_not_show_in_a_requests_repr() -> None:
     assert "hello" not in repr(parse())
 
@@ -239,7 +256,11 @@ async def test_sampling_reaches_the_engine(served: Served, scripted: ScriptedEng
     )  # fmt: skip
     sampling = scripted.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        1,
+        -1,
+        1.5,
+    )
     assert (sampling.seed, sampling.logit_bias) == (-5, ((3, 2.5), (7, -100.0)))
     sampling.validate()
 
@@ -256,7 +277,11 @@ async def test_choices_share_a_seed_and_have_streams_of_their_own(
     served: Served, scripted: ScriptedEngine
 ) -> None:
     await served.ask(n=3, seed=11)
-    assert [(one.sampling.seed, one.sampling.stream) for one in scripted.requests] == [(11, 0), (11, 1), (11, 2)]
+    assert [(one.sampling.seed, one.sampling.stream) for one in scripted.requests] == [
+        (11, 0),
+        (11, 1),
+        (11, 2),
+    ]
     assert len({one.request_id for one in scripted.requests}) == 3
 
 

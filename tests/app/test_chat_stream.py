@@ -109,7 +109,9 @@ async def test_the_bytes_of_a_stream_are_bare_data_frames(served: Served) -> Non
 # Signs of life --------------------------------------------------------------------------------------------
 
 
-async def read_while_silent(serve: Serve, scripted: ScriptedEngine, num_parts: int, **settings: Any) -> list[str]:
+async def read_while_silent(
+    serve: Serve, scripted: ScriptedEngine, num_parts: int, **settings: Any
+) -> list[str]:
     """Hold the first token back until `num_parts` blank-line-ended parts have come; return the whole stream's."""
     go = asyncio.Event()
     scripted.before_token = lambda number: go.wait() if number == 0 else None

@@ -7,7 +7,9 @@ import logging
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from app.api.middleware import ErrorBoundary
 from app.engine.request import ModelStatus, RequestError
 from routing.errors import ErrorCode, NoRouteError, remote_error
 from tests.app.conftest import Serve
@@ -162,7 +164,9 @@ async def test_a_gateway_told_to_stop_ends_running_answers_with_an_error(
     assert scripted.num_open == 0
 
 
-async def test_a_gateway_told_to_stop_lets_quick_answers_finish(serve: Serve, scripted: ScriptedEngine) -> None:
+async def test_a_gateway_told_to_stop_lets_quick_answers_finish(
+    serve: Serve, scripted: ScriptedEngine
+) -> None:
     go = asyncio.Event()
     scripted.before_token = lambda number: go.wait()
     async with serve(drain_s=5) as served:
@@ -196,3 +200,25 @@ async def test_prompts_and_answers_are_not_logged(
     assert "finished" in caplog.text
     assert "secret" not in caplog.text
     assert "quick" not in caplog.text
+
+
+async def test_an_error_after_a_response_has_begun_is_logged_and_cuts_the_response(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def breaks(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("secret")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await ErrorBoundary(breaks, served.gateway)({"type": "http"}, no_message, send)
+    assert [message["type"] for message in sent] == ["http.response.start"]
+    assert "ValueError in breaks" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def no_message() -> Message:
+    raise AssertionError

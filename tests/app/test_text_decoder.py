@@ -12,7 +12,16 @@ from app.engine.tokenizer import ChatTokenizer
 from slicing.model_source import open_checkpoint
 from tests.app.conftest import patient
 
-PIECES = ["\u4f60", "\u597d", "\U0001f469\u200d\U0001f469\u200d\U0001f467", "e\u0301", "\u0635", " x", "\n", "\u00e9"]
+PIECES = [
+    "\u4f60",
+    "\u597d",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "e\u0301",
+    "\u0635",
+    " x",
+    "\n",
+    "\u00e9",
+]
 WHOLE_TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 

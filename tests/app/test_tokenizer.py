@@ -54,7 +54,9 @@ def test_the_last_assistant_message_can_be_left_open(tokenizer: ChatTokenizer) -
     assert shown(tokenizer, messages, continue_final=True).endswith("<|im_start|>assistant\nThe capital is")
 
 
-def test_developer_is_system_for_a_template_that_does_not_know_it(tokenizer: ChatTokenizer, load: Load) -> None:
+def test_developer_is_system_for_a_template_that_does_not_know_it(
+    tokenizer: ChatTokenizer, load: Load
+) -> None:
     messages = [{"role": "developer", "content": "be brief"}]
     assert "system\nbe brief" in shown(tokenizer, messages)
     knows = load(CHAT_TEMPLATE + "{# developer #}")
@@ -129,7 +131,9 @@ def test_the_models_own_sampling_defaults_are_read(load: Load) -> None:
     assert (defaults.repetition_penalty, defaults.min_p) == (1.1, 0.0)
 
 
-@pytest.mark.parametrize("stated", [{"temperature": "hot"}, {"temperature": -1}, {"top_p": None}, {"top_k": True}])
+@pytest.mark.parametrize(
+    "stated", [{"temperature": "hot"}, {"temperature": -1}, {"top_p": None}, {"top_k": True}]
+)
 def test_senseless_defaults_count_as_absent(tmp_path: Path, stated: dict[str, Any]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     assert GenerationDefaults.read(tmp_path) == GenerationDefaults()

@@ -30,9 +30,16 @@ class FakeGateway:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
-    def says(self, *texts: str, finish_reason: str | None = "stop", **last: Any) -> None:
-        """Answer with these texts, then a finish and a usage chunk with extra fields."""
+    def says(
+        self,
+        *texts: str,
+        finish_reason: str | None = "stop",
+        first: dict[str, Any] | None = None,
+        **last: Any,
+    ) -> None:
+        """Answer with these texts, then a finish and a usage chunk; extra fields for the first and last chunk."""
         self.events = [_chunk(text) for text in texts]
+        self.events[0] |= first or {}
         if finish_reason:
             self.events.append(_chunk("", finish_reason))
         usage = {"prompt_tokens": 5, "completion_tokens": len(texts), "total_tokens": 5 + len(texts)}

@@ -81,7 +81,11 @@ def test_a_file_that_is_not_ours_is_ignored(tmp_path: Path, text: str) -> None:
     assert store.load() is None
 
 
-def test_without_a_folder_nothing_is_stored() -> None:
-    store = ChoiceStore(None, DIGEST, SPEC, "cpu")
+def test_a_cache_that_cannot_be_written_is_no_trouble(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    store = ChoiceStore(tmp_path / "file", DIGEST, SPEC, "cpu")
     store.save(FormChoice("float32", 1))
     assert store.load() is None
+    assert "could not be stored" in caplog.text

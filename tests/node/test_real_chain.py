@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from routing import wire
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode
-from routing.types import AnswerKind, SliceOffer, SliceSpec, StepFlag, Want, WireDtype
+from routing.identity import Identity
+from routing.types import AnswerKind, NodeAddress, SliceOffer, SliceSpec, StepFlag, Want, WireDtype
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import Sampler, SamplingParams
 from tests.node.rig import DIGEST, Node, Rig, rows_of, task_group, until
@@ -204,3 +205,40 @@ async def test_a_large_prefill_is_cut_into_records_and_put_together_again(
     answer = await script.run(1, 0, rows)
     opened = wire.open_answer(script.answer_key, answer)
     assert np.array_equal(rows_of(opened, HIDDEN_SIZE), whole.states(0, rows)[-1:])
+
+
+@pytest.mark.parametrize("host", ["a" * 200, "a..b", "127.0.0.1"])
+async def test_an_impossible_address_for_the_next_hop_harms_nobody(
+    rig: Rig, model: LlamaForCausalLM, host: str
+) -> None:
+    a, b = await add_real_node(rig, model, 0, 2), await add_real_node(rig, model, 2, 4)
+    healthy = rig.script((a, 0, 2), (b, 2, 4))
+    await healthy.open()
+    await healthy.run(1, 0, some_rows(1))
+    b.address = NodeAddress(Identity.generate().node_id, host, 1)
+    script = rig.script((a, 0, 2), (b, 2, 4))
+    await script.open()
+    failure = await script.failure()
+    assert (failure.code, failure.hop) == (ErrorCode.HOP_LOST, 1)
+    await healthy.run(2, 1, some_rows(1))
+
+
+async def test_a_token_costs_one_frame_out_and_one_frame_in(rig: Rig, model: LlamaForCausalLM) -> None:
+    a, b = await add_real_node(rig, model, 0, 2), await add_real_node(rig, model, 2, 4)
+    back = await rig.gateway.endpoint.dial(b.address)
+    script = rig.script((a, 0, 2), (b, 2, 4))
+    await script.open()
+    await script.run(1, 0, some_rows(3))
+    before = [
+        link.counters.frames_sent["DATA"] + link.counters.frames_received["DATA"]
+        for link in (script.first, back)
+    ]
+    bytes_before = script.first.counters.payload_bytes_sent
+    for number in range(2, 12):
+        await script.run(number, number + 1, some_rows(1, number))
+    after = [
+        link.counters.frames_sent["DATA"] + link.counters.frames_received["DATA"]
+        for link in (script.first, back)
+    ]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [10, 10]
+    assert script.first.counters.payload_bytes_sent - bytes_before <= 10 * (HIDDEN_SIZE * 4 + 64)

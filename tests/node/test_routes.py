@@ -237,6 +237,16 @@ async def test_only_the_next_hop_may_answer_for_what_comes_after(rig: Rig) -> No
     assert rig.gateway.inbox.empty()
 
 
+async def test_a_next_hop_cannot_blame_those_before_it(rig: Rig) -> None:
+    a, b = await rig.add_fake_node(0, 3), await rig.add_fake_node(3, 6)
+    script = rig.script((a, 0, 3), (b, 3, 6))
+    await script.open()
+    await script.run(1, 0, some_rows(1))
+    (link,) = b.endpoint.links_to(a.node_id)
+    await link.send(Failure(script.session_id, 1, 2, int(ErrorCode.BUSY), 0))
+    assert (await script.failure()).hop == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "layers", "code", "text"),
     [
@@ -393,8 +403,12 @@ async def test_a_stopping_node_frees_all_and_says_goodbye(rig: Rig) -> None:
     await script.open()
     await script.run(1, 0, some_rows(1))
     node.server.close()
+    await script.send(
+        2, 1, some_rows(1)
+    )  # on its way while the node stops: no failure that invites a retry here
     await node.endpoint.close()
     async with asyncio.timeout(5):
         assert await rig.gateway.losses.get() is None  # a proper close
+    assert rig.gateway.inbox.empty()
     assert node.stats.num_sessions == 0
     assert not node.runner.caches[0].is_open

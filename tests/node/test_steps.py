@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from node.step_flow import SPARE_STEPS
+from node.step_job import TORCH_DTYPES
 from routing import wire
 from routing.errors import ErrorCode
-from routing.types import Answer, AnswerKind, Failure, Step, StepFlag, Want
+from routing.types import Answer, AnswerKind, Failure, Step, StepFlag, Want, WireDtype
 from tests.node.fake_runner import HIDDEN_SIZE, NUM_LAYERS, FakeRunner
 from tests.node.rig import Rig, rows_of, until
 
@@ -252,15 +255,30 @@ async def test_a_step_for_no_session_here_is_refused_to_its_sender(rig: Rig) -> 
 
 async def test_a_session_with_too_many_pending_steps_is_told_to_wait(rig: Rig) -> None:
     node = await rig.add_fake_node()
-    script = rig.script((node, 0, 6))
+    script = rig.script((node, 0, 6), changes={"max_positions": 4})
+    most = 4 + SPARE_STEPS
     await script.open()
     node.runner.hold()
-    for number in range(1, 66):
+    for number in range(1, most + 2):
         await script.send(number, 0, some_rows(1))
     failure = await script.failure()
-    assert (failure.code, failure.step) == (ErrorCode.BUSY, 65)
+    assert (failure.code, failure.step) == (ErrorCode.BUSY, most + 1)
     assert failure.retry_ms > 0
     node.runner.release()
-    for _ in range(64):
+    for _ in range(most):
         await rig.gateway.receive(Answer)
-    await script.run(65, 0, some_rows(1))
+    await script.run(most + 1, 0, some_rows(1))
+
+
+@pytest.mark.parametrize("wire_dtype", [WireDtype.BFLOAT16, WireDtype.FLOAT16])
+async def test_the_wire_may_be_narrower_than_the_compute_dtype(rig: Rig, wire_dtype: WireDtype) -> None:
+    torch_dtype = TORCH_DTYPES[wire_dtype]
+    node = await rig.add_fake_node()
+    script = rig.script((node, 0, 6), changes={"wire_in": wire_dtype, "wire_out": wire_dtype})
+    await script.open()
+    rows = torch.from_numpy(some_rows(2)).to(torch_dtype)
+    step = replace(script.step(1, 0, some_rows(2)), payload=rows.view(torch.uint8).numpy().tobytes())
+    await script.first.send(step)
+    answer = await rig.gateway.receive(Answer)
+    expected = torch.from_numpy(Whole().run(0, rows.float().numpy())[-1:]).to(torch_dtype)
+    assert bytes(answer.payload) == expected.view(torch.uint8).numpy().tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import msgpack
 import pytest
@@ -117,6 +118,44 @@ def test_top_k_keeps_the_lower_ids_of_a_tie() -> None:
 
 def test_top_k_beyond_the_vocabulary_changes_nothing() -> None:
     assert sampled(LOGITS, 200, top_k=5) == sampled(LOGITS, 200, top_k=500) == sampled(LOGITS, 200)
+
+
+def plain_draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """Make the same choice, spelled out over the whole vocabulary."""
+    ids = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
+    weights = torch.softmax(logits[ids].double() / params.temperature, 0).tolist()
+    if params.top_k:
+        weights = [value if rank < params.top_k else 0.0 for rank, value in enumerate(weights)]
+    before = [sum(weights[:rank]) for rank in range(len(ids))]
+    enough = params.top_p * sum(weights)
+    kept = [
+        value if (params.top_p == 1 or mass < enough) and value >= params.min_p * weights[0] else 0.0
+        for value, mass in zip(weights, before, strict=True)
+    ]
+    point = uniform(params.seed, position, params.stream) * sum(kept)
+    masses = accumulate(kept)
+    return next(token for token, mass in zip(ids, masses, strict=True) if mass > point)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 400),
+    st.floats(0.1, 3.0),
+    st.sampled_from([0, 1, 5, 50]),
+    st.sampled_from([1.0, 0.95, 0.5, 0.1]),
+    st.sampled_from([0.0, 0.02, 0.3]),
+)
+def test_draws_are_those_of_the_definition(
+    seed: int, vocab_size: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    params = SamplingParams(temperature, top_k, top_p, min_p, seed=seed)
+    sampler = Sampler(params, vocab_size)
+    assert all(sampler.sample(logits, at) == plain_draw(logits, params, at) for at in range(3))
+
+
+def test_seeded_draws_are_the_same_in_every_version() -> None:
+    assert sampled(LOGITS, 12, seed=11) == [1, 1, 1, 2, 2, 1, 1, 2, 1, 2, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -267,11 +267,15 @@ print(loaded.size_bytes, peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("mixtral", "float32")])
-def test_loading_takes_no_more_memory_than_the_slice(family: str, dtype: str, tmp_path: Path) -> None:
-    wide = tiny_model(family, hidden_size=512, intermediate_size=2048, num_hidden_layers=4, head_dim=128)
+@pytest.mark.parametrize(
+    ("family", "width", "dtype"), [("llama", 4096, "bfloat16"), ("mixtral", 1024, "float32")]
+)
+def test_loading_takes_no_more_memory_than_the_slice(
+    family: str, width: int, dtype: str, tmp_path: Path
+) -> None:
+    wide = tiny_model(family, hidden_size=512, intermediate_size=width, head_dim=128)
     command = [sys.executable, "-c", MEASURE, str(saved(wide, tmp_path)), dtype]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     size_bytes, grown_bytes = map(int, told.split())
-    assert size_bytes > 10_000_000
-    assert grown_bytes <= 1.2 * size_bytes + 1_000_000
+    assert size_bytes > 25_000_000
+    assert grown_bytes <= 1.2 * size_bytes

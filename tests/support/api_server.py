@@ -75,6 +75,24 @@ def text_of(events: list[dict[str, Any] | str], index: int = 0) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
+class QuickServer(uvicorn.Server):
+    """uvicorn's server, which leaves at once instead of looking every 100 ms."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.leaving = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.leaving.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await settles(lambda: not self.server_state.connections and not self.server_state.tasks)
+
+
 @asynccontextmanager
 async def serve_engines(*engines: TextEngine, **settings: Any) -> AsyncIterator[Served]:
     """Run the application until the block is left."""
@@ -82,7 +100,7 @@ async def serve_engines(*engines: TextEngine, **settings: Any) -> AsyncIterator[
     chosen = GatewaySettings(port=0, **settings)
     app = create_app(chosen, {engine.model_name: engine for engine in engines}, metrics)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(serve_config(app, chosen))
+    server = QuickServer(serve_config(app, chosen))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -91,7 +109,7 @@ async def serve_engines(*engines: TextEngine, **settings: Any) -> AsyncIterator[
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
             yield Served(url, port, http, app.state.gateway, metrics)
     finally:
-        server.should_exit = True
+        server.leaving.set()
         await serving
         listener.close()
 
