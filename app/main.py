@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -27,6 +29,8 @@ from app.openapi import describe_bodies
 from app.settings import GatewaySettings
 
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "server-timing", "openai-processing-ms")
+# FastAPI would hand exceptions, whose texts may quote prompts, to whatever OpenTelemetry the process has.
+NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorEnvelope, "description": "The request is wrong; `param` names the field"},
     "5XX": {"model": ErrorEnvelope, "description": "The request cannot be served"},
@@ -39,7 +43,13 @@ def create_app(
     """Build the application over `engines`, by model id; they may be added to later. `app.state.gateway` drains it."""
     gateway = Gateway(settings, engines, metrics)
     metrics.watch_coverage(engines)
-    app = FastAPI(title="Diffuse", redirect_slashes=False, separate_input_output_schemas=False)
+    app = FastAPI(
+        title="Diffuse",
+        version=version("diffuse"),
+        redirect_slashes=False,
+        separate_input_output_schemas=False,
+        telemetry=NO_TELEMETRY,
+    )
     app.state.gateway = gateway
     _add_routes(app, gateway)
     _add_middleware(app, gateway)

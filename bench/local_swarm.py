@@ -14,7 +14,8 @@ from app.engine.request import Finished, GenerationRequest, TextDelta
 from app.engine.swarm import Swarm, SwarmSettings, open_swarm
 from cli.children import Child, Children, thread_environment
 from cli.layout import plan_nodes
-from cli.membership import DEFAULT_NETWORK, read_membership
+from cli.membership import read_membership
+from cli.options import DEFAULT_NETWORK
 from routing.addresses import parse_address
 from slicing.sampler import SamplingParams
 

@@ -18,7 +18,7 @@ from cli import show
 from cli.answer import End, Piece, Question, Timings
 from cli.failures import CommandError
 from cli.options import parse_local_layers, use_threads
-from cli.runtime import start_logging
+from cli.runtime import heavy_imports, start_logging
 from cli.survey import name_of
 from cli.target import Target
 
@@ -64,7 +64,8 @@ def _settings(target: Target, model: str) -> SwarmSettings:
     nodes = tuple(parse_address(text) for text in target.nodes)
     threads = target.threads or ANSWER_THREADS
     use_threads(threads)  # before the import below brings torch in
-    from app.engine.swarm import SwarmSettings
+    with heavy_imports():
+        from app.engine.swarm import SwarmSettings
 
     return SwarmSettings(
         model=model,

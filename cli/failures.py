@@ -100,6 +100,6 @@ def _explain_settings(error: BaseException) -> str:
 def _setting(problem: dict[str, object]) -> str:
     location = problem.get("loc")
     parts = location if isinstance(location, tuple) else ()
-    name = "--" + "-".join(str(part) for part in parts).replace("_", "-") if parts else "settings"
+    flag = "--" + "-".join(str(part) for part in parts).replace("_", "-")
     message = str(problem.get("msg", "is wrong")).removeprefix("Value error, ")
-    return f"{name}: {message}"
+    return f"{flag}: {message}" if parts else message

@@ -96,8 +96,10 @@ def host(
 
 
 def _serve(settings: NodeSettings, teller: Teller) -> None:
-    from cli.runtime import run_fast, run_until_signal
-    from node.main import run_node
+    from cli.runtime import heavy_imports, run_fast, run_until_signal
+
+    with heavy_imports():
+        from node.main import run_node
 
     run_fast(run_until_signal(run_node(settings, on_event=teller.tell)))
     show.note("stopped")

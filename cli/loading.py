@@ -20,13 +20,13 @@ class LoadingView:
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         if self._console.is_terminal:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             self._bars = Progress(
                 TextColumn("{task.fields[who]:16}"),
                 TextColumn("{task.description:24}"),
                 BarColumn(24),
-                DownloadColumn(),
+                TextColumn("{task.fields[amount]:>20}"),
                 TimeElapsedColumn(),
                 console=self._console,
             )
@@ -54,7 +54,7 @@ class LoadingView:
         elif who in self._tasks:
             self._bars.update(self._tasks[who], description=what)
         else:
-            self._tasks[who] = self._bars.add_task(what, who=who, total=None)
+            self._tasks[who] = self._bars.add_task(what, who=who, amount="", total=None)
 
     def done(self, who: str, what: str) -> None:
         """Show that a process is ready."""
@@ -66,14 +66,13 @@ class LoadingView:
             self._bars.stop_task(task.id)
 
     def _take(self, who: str, event: Mapping[str, Any]) -> None:
-        match event:
-            case {
-                "event": "progress",
-                "stage": str(stage),
-                "done_bytes": int(done),
-                "total_bytes": int(total),
-            }:
-                if self._bars is not None:
-                    self._bars.update(
-                        self._tasks[who], description=stage, completed=done, total=total or None
-                    )
+        if self._bars is None or event.get("event") != "progress":
+            return
+        done, total = int(event["done_bytes"]), int(event["total_bytes"])
+        self._bars.update(
+            self._tasks[who],
+            description=str(event["stage"]),
+            completed=done,
+            total=total or None,
+            amount=f"{show.size(done)} of {show.size(total)}" if total else show.size(done),
+        )

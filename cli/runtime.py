@@ -6,6 +6,7 @@ Knows nothing of what runs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,21 @@ def start_logging(level: int) -> None:
         level=logging.DEBUG if os.environ.get(DEBUG_VARIABLE) else level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+
+
+@contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import torch and its like with the garbage collector out of the way, now and later.
+
+    What they leave behind lives as long as we do: not looking at it saves an eighth of the import, and spares a
+    running answer pauses.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_fast(main: Coroutine[Any, Any, T]) -> T:

@@ -73,7 +73,7 @@ def serve(
     listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
 ) -> None:
     """Serve an OpenAI-compatible API over nodes."""
-    from cli.runtime import start_logging
+    from cli.runtime import heavy_imports, start_logging
 
     if until_eof:
         from cli.lifeline import end_with_parent
@@ -93,19 +93,22 @@ def serve(
     }
     if listen is not None:
         chosen["host"], chosen["port"] = opt.parse_host_port(listen)
-    gateway = _gateway_settings(chosen)
-    from app.engine.swarm import SwarmSettings
     from cli.membership import read_membership
     from routing.addresses import parse_address
 
-    membership = read_membership(network, psk_file)
+    gateway, membership = _gateway_settings(chosen), read_membership(network, psk_file)
+    nodes = tuple(parse_address(text) for text in node)
+    layers = opt.parse_local_layers(local_layers)
+    with heavy_imports():  # once everything that can be wrong with a flag has been looked at
+        from app.engine.swarm import SwarmSettings
+
     swarm = SwarmSettings(
         model=model,
-        nodes=tuple(parse_address(text) for text in node),
+        nodes=nodes,
         network_id=membership.network_id,
         name=name,
         ends=ends.value,
-        local_layers=opt.parse_local_layers(local_layers),
+        local_layers=layers,
         wire=wire.value,
         psk=membership.psk,
         pad=pad,

@@ -6,15 +6,13 @@ Events are plain mappings with an `event` name; this file knows only how to prin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import typer
 
 from cli import show
 from cli.options import Events
-
-PROGRESS_STEP: Final = 0.1  # people get a line each tenth
 
 
 class Teller:
@@ -23,7 +21,7 @@ class Teller:
     def __init__(self, form: Events, public_addr: str | None = None) -> None:
         self._form = form
         self._public_addr = public_addr  # what to tell instead of the bound address
-        self._told: dict[str, float] = {}
+        self._told: dict[str, int] = {}  # stage -> tenths of it that were told
 
     def tell(self, event: Mapping[str, Any]) -> None:
         """Print one event on standard output, flushed: a supervisor waits for it."""
@@ -38,7 +36,8 @@ class Teller:
             case {"event": "progress", "stage": str(stage), "done_bytes": done, "total_bytes": total}:
                 return self._progress_line(stage, done, total)
             case {"event": "measured", "dtype": dtype, "threads": threads, "layer_ms": layer_ms}:
-                return f"computes in {dtype} on {threads} threads, {layer_ms:.2f} ms a layer"
+                plural = "" if threads == 1 else "s"
+                return f"computes in {dtype} on {threads} thread{plural}, {layer_ms:.2f} ms a layer"
             case {"event": "ready", "address": address, "layers": layers}:
                 return f"serves layers {layers}; gateways reach it with\n--node {address}"
             case {"event": "ready", "url": url}:
@@ -59,10 +58,9 @@ class Teller:
         return urlunsplit(bound._replace(netloc=self._public_addr or bound.netloc))
 
     def _progress_line(self, stage: str, done: int, total: int) -> str:
-        share = done / total if total else 1.0
-        if share < 1.0 and share < self._told.get(stage, -1.0) + PROGRESS_STEP:
+        """A line for each tenth, and none twice."""
+        tenth = 10 * done // total if total else 10
+        if self._told.get(stage) == tenth:
             return ""
-        if self._told.get(stage) == share:
-            return ""
-        self._told[stage] = share
+        self._told[stage] = tenth
         return f"{stage} {show.size(done)} of {show.size(total)}"

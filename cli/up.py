@@ -67,7 +67,10 @@ def prepare(
         from cli.lifeline import end_with_parent
 
         end_with_parent()
-    from slicing.model_source import open_checkpoint
+    from cli.runtime import heavy_imports
+
+    with heavy_imports():
+        from slicing.model_source import open_checkpoint
 
     teller = Teller(events)
 

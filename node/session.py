@@ -218,4 +218,4 @@ def _size(output: Output) -> int:
 
 
 def _is_ascending(rows: tuple[int, ...], num_rows: int) -> bool:
-    return bool(rows) and all(a < b for a, b in zip((-1, *rows), (*rows, num_rows), strict=True))
+    return all(a < b for a, b in zip((-1, *rows), (*rows, num_rows), strict=True))

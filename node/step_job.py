@@ -160,8 +160,8 @@ class StepJob:
     def _compute(self, started: float) -> None:
         step, entry = self.step, self.entry
         self.state.rewind(step.position)
-        if entry.run_closing and step.want is not Want.NONE:
-            rows = wanted_rows(step)
+        rows = wanted_rows(step)
+        if entry.run_closing and rows:
             payload, kind = self._choose(self._logits(rows), rows)
             self.output = self._answer(payload, kind, rows, started)
             return
@@ -169,11 +169,8 @@ class StepJob:
         if entry.next_hop is not None:
             self.output = self._step_onward(hidden_states, started)
         elif step.want is not Want.NONE:
-            rows = wanted_rows(step)
-            if len(rows) < step.rows:
-                hidden_states = hidden_states[
-                    list(rows)
-                ]  # a copy: a kept answer must not hold a whole prefill
+            if len(rows) < step.rows:  # a copy: a kept answer must not hold a whole prefill
+                hidden_states = hidden_states[list(rows)]
             payload = to_buffer(hidden_states, TORCH_DTYPES[entry.wire_out])
             self.output = self._answer(payload, AnswerKind.HIDDEN_STATES, rows, started)
 
@@ -242,7 +239,7 @@ class StepJob:
             step.session_id,
             step.epoch,
             step.step,
-            step.position + rows[0],
+            step.position + (rows[0] if rows else 0),
             len(rows),
             payload,
             kind,

@@ -233,8 +233,8 @@ class Endpoint:
         elif self._has_no_room(link) or not self._admission.link_up(link.peer_host):
             link.refuse(ErrorCode.BUSY)
         else:
-            self.on_ready(link)
             link.confirm()
+            self.on_ready(link)
 
     def _has_no_room(self, link: Link) -> bool:
         num_links = len(self._links.get(link.peer_id, ()))

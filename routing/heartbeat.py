@@ -39,7 +39,7 @@ class Heartbeat:
         self._asked_at = None
 
     def ping(self, now: float) -> bytes:
-        """Return the token of a PING that leaves now."""
+        """Return the token of a PING that leaves now; tokens grow."""
         self._num_pings += 1
         token = _TOKEN.pack(self._num_pings)
         while len(self._pings) >= 32:  # only the latest are answered, see mux
@@ -55,6 +55,8 @@ class Heartbeat:
         sent_at = self._pings.pop(token, None)
         if sent_at is None:
             return None
+        for older in [ping for ping in self._pings if ping < token]:
+            del self._pings[older]
         self.rtt_ms = (now - sent_at) * 1000
         return self.rtt_ms
 
@@ -67,7 +69,7 @@ class Heartbeat:
         if now - self._next_check > _LATE_S:
             self.last_heard = max(self.last_heard, now - self._timing.dead_s / 2)
             self._asked_at = None
-        if now - self.last_heard >= self._timing.dead_s:
+        if now >= self.last_heard + self._timing.dead_s:
             return "dead"
         is_due = now >= self._ping_due
         next_ping = now + self._interval_s if is_due else self._ping_due

@@ -276,11 +276,11 @@ class Link:
             self._open_ns += time.perf_counter_ns() - started
             return
         kind, content = whole
-        if kind == KIND_READY:
-            self._take_ready()
-        elif kind == KIND_CLOSE:
+        if kind == KIND_CLOSE:
             self._end_by_peer(_CODE.unpack(content)[0] if len(content) == _CODE.size else None)
-        elif (message := decode(kind, content)) is not None:
+            return
+        self._take_ready()  # whatever opens shows that the peer holds the keys
+        if kind != KIND_READY and (message := decode(kind, content)) is not None:
             self.last_open_us = (self._open_ns + time.perf_counter_ns() - started) / 1000
             self._open_ns = 0
             self._deliver(message)
@@ -299,9 +299,13 @@ class Link:
 
     def _take_pong(self, token: bytes) -> None:
         rtt_ms = self._heartbeat.pong(token, time.monotonic())
-        waiter = self._pongs.get(token)
-        if rtt_ms is not None and waiter is not None and not waiter.done():
-            waiter.set_result(rtt_ms)
+        if rtt_ms is None:
+            return
+        for asked, waiter in self._pongs.items():
+            if (
+                asked <= token and not waiter.done()
+            ):  # an answer to a later PING will do: only the last is sent
+                waiter.set_result(rtt_ms)
 
     # --- the end
 

@@ -133,7 +133,7 @@ class Outbox:
 
     def cancel(self, outgoing: Outgoing) -> None:
         """Give a message up: forget it, or tell the peer when part of it has left."""
-        if outgoing.is_done:
+        if outgoing.is_done or outgoing.is_aborted:
             return
         self.waiting_bytes -= outgoing.size - outgoing.sent
         if outgoing.is_begun:

@@ -71,8 +71,8 @@ def decode_step(content: memoryview) -> Step:
     session_id, epoch, bits, want_number, number, position, rows, deadline = _unpack(content)
     want = _WANTS.get(want_number)
     flags = _FLAGS[bits]
-    if want is None or flags & StepFlag.SEALED:
-        raise malformed("a step header has an unknown want or flag")
+    if want is None or flags & StepFlag.SEALED or rows == 0:
+        raise malformed("a step header has an unknown want or flag, or no rows")
     trailer: _Trailer = content[HEADER_SIZE:], (), ()
     if want is Want.LIST or flags & StepFlag.TRACE:
         trailer = _split_trailer(trailer[0])
@@ -109,13 +109,15 @@ def _unpack(content: memoryview) -> tuple[SessionId, int, int, int, int, int, in
     if len(content) < HEADER_SIZE:
         raise malformed("a step or answer is cut short")
     session_id, epoch, bits, choice, number, position, rows, deadline = _HEADER.unpack_from(content)
-    if bits > _KNOWN_FLAGS or rows == 0 or position + rows > U32:
-        raise malformed("a header has unknown flags, no rows, or a position out of range")
+    if bits > _KNOWN_FLAGS or position + rows > U32:
+        raise malformed("a header has unknown flags or a position out of range")
     return SessionId(session_id), epoch, bits, choice, number, position, rows, deadline
 
 
 def _fits(answer: Answer) -> bool:
     size = len(answer.payload) - (TAG_SIZE if answer.flags & StepFlag.SEALED else 0)
+    if answer.rows == 0:  # an acknowledgement
+        return size == 0 and answer.kind is AnswerKind.HIDDEN_STATES
     per_row, rest = divmod(size, answer.rows)
     if rest or per_row <= 0:
         return False
@@ -150,7 +152,7 @@ def _split_trailer(content: memoryview) -> _Trailer:
 
 
 def _check_want_rows(want: Want, want_rows: Sequence[int], rows: int) -> None:
-    if (want is Want.LIST) != bool(want_rows):
-        raise malformed("a list of wanted rows is missing or uncalled for")
+    if want_rows and want is not Want.LIST:
+        raise malformed("a list of wanted rows is uncalled for")
     if want_rows and (want_rows[-1] >= rows or any(a >= b for a, b in pairwise(want_rows))):
         raise malformed("wanted rows are out of range or out of order")

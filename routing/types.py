@@ -38,7 +38,7 @@ class Want(IntEnum):
     NONE = 0
     LAST = 1
     ALL = 2
-    LIST = 3
+    LIST = 3  # an empty list asks for an acknowledgement: an answer without rows
 
 
 class StepFlag(IntFlag):
@@ -76,7 +76,7 @@ class Step:
     step: int
     position: int
     rows: int
-    payload: Buffer  # rows x hidden_size elements of the hop's wire dtype, or int32 token ids
+    payload: Buffer = field(repr=False)  # rows x hidden_size of the hop's wire dtype, or int32 token ids
     want: Want = Want.LAST
     want_rows: tuple[int, ...] = ()  # for Want.LIST, ascending row numbers within this step
     flags: StepFlag = StepFlag.NONE
@@ -86,14 +86,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the last hop returns for one step."""
+    """What the last hop returns for one step: `rows` rows, the first of them at `position`."""
 
     session_id: SessionId
     epoch: int
     step: int
     position: int
     rows: int
-    payload: Buffer
+    payload: Buffer = field(repr=False)
     kind: AnswerKind = AnswerKind.HIDDEN_STATES
     flags: StepFlag = StepFlag.NONE
     traces: tuple[HopTrace, ...] = ()
@@ -116,7 +116,7 @@ class Open:
 class HopEntry:
     """What one node learns of a route: its own work and its neighbours, nothing else."""
 
-    route_key: bytes  # 32 B, shared by the route; proves the right to cancel or to attach
+    route_key: bytes = field(repr=False)  # 32 B, shared by the route; proves the right to cancel or to attach
     hop: int
     num_hops: int
     gateway_id: NodeId  # the identity behind the link that the answer goes to
@@ -128,10 +128,10 @@ class HopEntry:
     max_positions: int
     idle_timeout_s: int
     next_hop: NodeAddress | None = None  # None on the last hop
-    answer_key: bytes = b""  # 32 B, last hop only
+    answer_key: bytes = field(default=b"", repr=False)  # 32 B, last hop only
     run_opening: bool = False
     run_closing: bool = False
-    sampling: Mapping[str, Any] | None = None  # closing hop only, see slicing.sampler
+    sampling: Mapping[str, Any] | None = field(default=None, repr=False)  # closing hop only, see slicing.sampler
     tenant: bytes = b""  # 8 B keyed tag, for fairness
 
 
@@ -141,7 +141,7 @@ class Attach:
 
     session_id: SessionId
     epoch: int
-    proof: bytes
+    proof: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Cancel:
 
     session_id: SessionId
     epoch: int
-    proof: bytes
+    proof: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

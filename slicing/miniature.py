@@ -15,6 +15,7 @@ from threading import Lock
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from slicing.block_slice import BlockSlice
 from slicing.call_plan import BlockCall, BlockForm, first_difference, learn_form, recorded_calls, take_apart
@@ -73,12 +74,16 @@ def check_cut(config: PretrainedConfig) -> CutReport:
 
 
 def _check(config: PretrainedConfig) -> CutReport | CannotCut:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what transformers says about the miniature's odd sizes concerns nobody
     try:
         return _check_whole_against_cut(config)
     except CannotCut as error:
         return error
     except Exception as error:  # noqa: BLE001 - a foreign class that fails on a miniature is one that is not served
         return CannotCut(f"its forward fails when it is run whole and cut: {type(error).__name__}: {error}")
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _check_whole_against_cut(config: PretrainedConfig) -> CutReport:

@@ -152,8 +152,7 @@ class PlainRunner:
         (start == N) the session is neither read nor changed.
         """
         assert self.parts.closing, "this runner does not hold the closing end"
-        if start < self.num_layers:
-            self._check_step(cache, position, start, self.num_layers)
+        self._check_step(cache, position, start, self.num_layers)
         batch = self._batch(hidden_states)
         rows = batch.shape[1]
         kept = _rows(rows, keep)
@@ -175,9 +174,8 @@ class PlainRunner:
         """Run the uncut model on token ids [rows]: logits [n, vocab] (float32). What slices are compared with."""
         assert self.parts == Parts.whole(self.num_layers), "this runner holds a part of the model only"
         self._check_step(cache, position, 0, self.num_layers)
-        kept = _rows(len(token_ids), keep)
-        logits = self._slice.run_whole(cache, token_ids.to(self.device).unsqueeze(0), position, is_cancelled)
-        return logits[0][kept].float()
+        rows = token_ids.to(self.device).unsqueeze(0)
+        return self._slice.run_whole(cache, rows, position, _rows(len(token_ids), keep), is_cancelled)[0].float()
 
     def measure_layer_ms(self, rows: int = 1) -> float:
         """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""
@@ -205,7 +203,7 @@ class PlainRunner:
 
     def _check_step(self, cache: KVCache, position: int, start: int, end: int) -> None:
         assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
-        if position > cache.length:
+        if start < end and position > cache.length:
             raise ValueError(f"a step at position {position} leaves a gap: the session holds {cache.length}")
 
     def _batch(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from routing.switchboard import Switchboard
 from routing.types import Capabilities, NodeAddress, SliceSpec, WireDtype
 from slicing.checkpoint import Checkpoint
 from slicing.model_source import open_checkpoint
-from slicing.progress import Progress
+from slicing.progress import Progress, no_progress
 
 DEFAULT_MAX_POSITIONS = 1 << 20  # of a model whose configuration names no limit
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
@@ -69,7 +69,7 @@ class Swarm:
 
 @contextlib.asynccontextmanager
 async def open_swarm(
-    settings: SwarmSettings, *, progress: Progress | None = None, wait_for_nodes: bool = True
+    settings: SwarmSettings, *, progress: Progress = no_progress, wait_for_nodes: bool = True
 ) -> AsyncIterator[Swarm]:
     """Load the ends, link to the nodes and yield the engine; links are closed on the way out.
 
@@ -128,14 +128,14 @@ def middle_layers(settings: SwarmSettings, num_layers: int) -> SliceSpec:
     return SliceSpec(first, num_layers - last)
 
 
-def _open_checkpoint(settings: SwarmSettings, progress: Progress | None) -> Checkpoint:
+def _open_checkpoint(settings: SwarmSettings, progress: Progress) -> Checkpoint:
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir, progress=progress)
     check_cut(checkpoint.config)
     return checkpoint
 
 
 def _load_ends(
-    settings: SwarmSettings, checkpoint: Checkpoint, middle: SliceSpec, progress: Progress | None
+    settings: SwarmSettings, checkpoint: Checkpoint, middle: SliceSpec, progress: Progress
 ) -> tuple[PlainRunner | None, ChatTokenizer]:
     tokenizer = ChatTokenizer.load(checkpoint.folder)
     if settings.ends == "remote":

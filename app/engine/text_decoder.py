@@ -9,7 +9,7 @@ beside a broken run of byte tokens, and this keeps them.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -50,16 +50,25 @@ class ByteDecoder:
 class WindowDecoder:
     """For any other tokenizer: decodes a short window of ids again and returns what is new in it.
 
-    `context` ids stand before the answer; their text is not returned, but decides about leading spaces.
+    `context` ids stand before the answer; their text is not returned, but decides about leading spaces. `silent`
+    ids have no text. Unlike `ByteDecoder` it may cut a character that follows on broken bytes.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        context: Sequence[int] = (),
+        silent: Collection[int] = (),
+    ) -> None:
         self._decode = decode
+        self._silent = silent
         self._window = list(context)
         self._num_read = len(self._window)
         self._prefix = decode(self._window) if self._window else ""
 
     def push(self, token_id: int) -> str:
+        if token_id in self._silent:
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         pending = self._window[self._num_read :]

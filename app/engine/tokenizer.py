@@ -18,7 +18,7 @@ from app.engine.chat_template import ChatTemplate, Message
 from app.engine.defaults import GenerationDefaults
 from app.engine.stop_scanner import StopScanner
 from app.engine.text_decoder import ByteDecoder, TextDecoder, WindowDecoder
-from app.engine.token_bytes import TokenBytes, decode
+from app.engine.token_bytes import TokenBytes, decode, special_ids
 
 CONTEXT_IDS = 8  # ids of the prompt that decide about the first characters of a continued text
 
@@ -78,7 +78,8 @@ class ChatTokenizer:
     def _new_decoder(self, context: Sequence[int]) -> TextDecoder:
         if self._token_bytes is not None:
             return ByteDecoder(self._token_bytes, 0 if context else self._token_bytes.strip_spaces)
-        return WindowDecoder(partial(decode, self._tokenizer), context[-CONTEXT_IDS:])
+        silent = special_ids(self._tokenizer)
+        return WindowDecoder(partial(decode, self._tokenizer), context[-CONTEXT_IDS:], silent)
 
     def _find_stop_token_ids(self) -> frozenset[int]:
         own = self._tokenizer.eos_token_id

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ from routing.types import (
 )
 from tests.routing.peers import NETWORK_ID, SESSION_ID, Inbox, Peer, Rig, dial_raw, open_rig, step
 
-QUICK = HeartbeatTiming(idle_s=0.1, dead_s=0.4, watch_s=0.02)
+QUICK = HeartbeatTiming(idle_s=0.05, dead_s=2.0, watch_s=0.02)
 
 
 async def refusal(dialler: Peer, address: NodeAddress) -> RemoteError:
@@ -632,10 +633,9 @@ async def test_half_open_connections_are_bounded_and_room_comes_back(rig: Rig) -
 
 async def test_idle_link_pings_and_lives(rig: Rig) -> None:
     dialler, _, link = await rig.pair(timing=QUICK)
-    await asyncio.sleep(1.0)
+    while (counters := dialler.endpoint.counters).frames_received["PONG"] < 4:
+        await asyncio.sleep(0.02)
     assert not link.is_closed
-    counters = dialler.endpoint.counters
-    assert counters.frames_received["PONG"] + counters.frames_received["PING"] >= 4
     assert counters.messages_sent == Counter()
     assert link.rtt_ms is not None
     assert link.rtt_ms < 100
@@ -647,6 +647,19 @@ async def test_ping_measures_the_round_trip(rig: Rig) -> None:
     rtt_ms = await link.ping()
     assert link.rtt_ms == rtt_ms
     assert 0 < rtt_ms < 1000
+    assert len(await asyncio.gather(*(link.ping() for _ in range(50)))) == 50
+
+
+async def test_pings_behind_a_full_buffer_are_all_answered(rig: Rig) -> None:
+    _, acceptor, link = await rig.pair()
+    transport: Any = acceptor.inbox.ups[0]._carrier.websocket._transport
+    transport.pause_reading()
+    link.post(step(bytes(32 << 20)))
+    await asyncio.sleep(0.05)
+    pings = [asyncio.create_task(link.ping()) for _ in range(10)]
+    await asyncio.sleep(0.05)
+    transport.resume_reading()
+    await asyncio.gather(*pings)
 
 
 @pytest_asyncio.fixture
@@ -657,7 +670,7 @@ async def frozen(rig: Rig) -> AsyncIterator[tuple[Peer, Link, asyncio.subprocess
     )
     assert process.stdout is not None
     address = wire.parse_address((await process.stdout.readline()).decode())
-    dialler = await rig.peer(timing=HeartbeatTiming(idle_s=0.2, dead_s=1.0, watch_s=0.05))
+    dialler = await rig.peer(timing=HeartbeatTiming(idle_s=0.2, dead_s=2.0, watch_s=0.05))
     link = await dialler.endpoint.dial(address)
     await link.ping()
     process.send_signal(signal.SIGSTOP)
@@ -731,6 +744,23 @@ async def test_counters_keep_what_closed_links_did(rig: Rig) -> None:
     after = dialler.endpoint.counters
     assert after.messages_sent == Counter(Step=1)
     assert after.frames_sent == Counter(HS=2, DATA=2)
+
+
+def test_all_of_it_runs_on_uvloop() -> None:
+    async def main() -> None:
+        async with open_rig() as rig:
+            dialler, acceptor, link = await rig.pair()
+            await link.send(step(bytes(2 << 20)))
+            await acceptor.inbox.receive()
+            assert 0 < await link.ping() < 1000
+            assert (
+                await refusal(await rig.peer(psk=b"p" * 32), acceptor.address)
+            ).code is ErrorCode.HANDSHAKE
+            await link.close()
+            assert dialler.inbox.ends == [None]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

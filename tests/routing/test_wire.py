@@ -241,11 +241,20 @@ def test_bad_step_header_is_malformed(case: str) -> None:
     assert caught.value.code is ErrorCode.MALFORMED
 
 
-@pytest.mark.parametrize("rows", [(0, 0), (1, 0), (2, 3), (5,), ()])
+@pytest.mark.parametrize("rows", [(0, 0), (1, 0), (2, 3), (5,)])
 def test_bad_list_of_wanted_rows_is_malformed(rows: tuple[int, ...]) -> None:
     _, content = encoded(plain_step(rows=3, payload=b"x" * 30, want=Want.LIST, want_rows=rows))
     with pytest.raises(ProtocolError):
         wire.decode(1, memoryview(content))
+
+
+def test_empty_list_of_wanted_rows_asks_for_an_answer_without_rows() -> None:
+    asked = plain_step(want=Want.LIST, want_rows=())
+    kind, content = encoded(asked)
+    assert wire.decode(kind, memoryview(content)) == asked
+    answer = Answer(SessionId(b"s" * 16), 1, 7, 100, 0, b"")
+    kind, content = encoded(answer)
+    assert wire.decode(kind, memoryview(content)) == answer
 
 
 @pytest.mark.parametrize(

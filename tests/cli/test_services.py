@@ -1,0 +1,182 @@
+"""`host` and `serve`: what their flags become, and how they stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.membership import network_id
+from cli.runtime import run_until_signal
+from tests.cli.conftest import Diffuse
+
+NODE = f"{'ab' * 32}@127.0.0.1:7001"
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings that `host` starts a node with."""
+    seen: list[Any] = []
+
+    async def run_node(settings: Any, *, on_event: Callable[[dict[str, Any]], None]) -> None:
+        seen.append(settings)
+        on_event({"event": "ready", "address": NODE, "layers": "0:10"})
+
+    module = types.ModuleType("node.main")
+    module.run_node = run_node  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "node.main", module)
+    return seen
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings that `serve` starts a gateway with."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "cli.serve._serve", lambda gateway, swarm, teller, listen_fd: seen.extend((gateway, swarm))
+    )
+    for name in [name for name in os.environ if name.startswith("DIFFUSE_")]:
+        monkeypatch.delenv(name)
+    return seen
+
+
+def test_a_node_gets_what_its_flags_say(diffuse: Diffuse, hosted: list[Any], tmp_path: Path) -> None:
+    psk = tmp_path / "psk"
+    psk.write_bytes(bytes(range(32)))
+    psk.chmod(0o600)
+    result = diffuse(
+        *["host", "--model", "tiny", "--layers", "0:10", "--listen", "0.0.0.0:7000", "--hold-ends", "--pad"],
+        *["--public-addr", "[2001:db8::1]:7443", "--network", "home", "--psk-file", str(psk)],
+        *["--kv-budget", "500MB", "--max-sessions", "7", "--dtype", "bfloat16"],
+    )
+    assert result.exit_code == 0, result.stderr
+    (settings,) = hosted
+    assert (settings.model, str(settings.layers), str(settings.listen)) == ("tiny", "0:10", "0.0.0.0:7000")
+    assert str(settings.public_addr) == "[2001:db8::1]:7443"
+    assert (settings.network_id, settings.psk) == (network_id("home"), bytes(range(32)))
+    assert (settings.kv_budget_bytes, settings.max_sessions, settings.dtype) == (500_000_000, 7, "bfloat16")
+    assert settings.hold_ends
+    assert settings.pad
+    assert f"--node {NODE}\n" in result.stdout
+
+
+def test_a_node_that_is_told_nothing_keeps_its_own_defaults(diffuse: Diffuse, hosted: list[Any]) -> None:
+    assert diffuse("host").exit_code == 0
+    (settings,) = hosted
+    assert (settings.model, settings.layers, settings.threads) == ("smollm2", None, None)
+    assert str(settings.listen) == "127.0.0.1:0"
+    assert settings.max_sessions > 1
+
+
+def test_a_wrong_flag_of_a_node_is_named(diffuse: Diffuse, hosted: list[Any]) -> None:
+    for flags, said in (
+        (("--layers", "9:2"), "--layers"),
+        (("--listen", "nowhere"), "--listen"),
+        (("--public-addr", "x:99999"), "--public-addr"),
+    ):
+        result = diffuse("host", *flags)
+        assert result.exit_code == 2
+        assert said in result.stderr
+    assert hosted == []
+
+
+def test_a_gateway_gets_what_its_flags_say(diffuse: Diffuse, served: list[Any]) -> None:
+    result = diffuse(
+        *["serve", "--node", NODE, "--node", NODE, "--model", "tiny", "--name", "T", "--ends", "remote"],
+        *[
+            "--local-layers",
+            "2:1",
+            "--wire",
+            "bf16",
+            "--listen",
+            "0.0.0.0:8443",
+            "--public-addr",
+            "ai.home:443",
+        ],
+        *["--api-key", "k1", "--api-key", "k2", "--alias", "gpt-4o-mini=T", "--request-timeout", "30"],
+    )
+    assert result.exit_code == 0, result.stderr
+    gateway, swarm = served
+    assert (gateway.host, gateway.port, gateway.allowed_hosts) == ("0.0.0.0", 8443, ("ai.home",))
+    assert [key.get_secret_value() for key in gateway.api_keys] == ["k1", "k2"]
+    assert (gateway.model_aliases, gateway.request_timeout_s) == ({"gpt-4o-mini": "T"}, 30.0)
+    assert (swarm.model, swarm.name, swarm.ends, swarm.local_layers, swarm.wire) == (
+        "tiny",
+        "T",
+        "remote",
+        (2, 1),
+        "bf16",
+    )
+    assert [str(address) for address in swarm.nodes] == [NODE, NODE]
+    assert swarm.threads == 1
+
+
+def test_what_no_flag_says_may_come_from_the_environment(
+    diffuse: Diffuse, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSE_API_KEYS", "from-env")
+    monkeypatch.setenv("DIFFUSE_PORT", "8123")
+    assert diffuse("serve", "--node", NODE).exit_code == 0
+    assert [key.get_secret_value() for key in served[0].api_keys] == ["from-env"]
+    assert served[0].port == 8123
+
+
+def test_an_open_address_without_a_key_is_refused(diffuse: Diffuse, served: list[Any]) -> None:
+    result = diffuse("serve", "--node", NODE, "--listen", "0.0.0.0:8000")
+    assert result.exit_code == 2
+    assert "--api-key" in result.stderr
+
+
+def test_a_key_is_never_shown(diffuse: Diffuse, served: list[Any]) -> None:
+    result = diffuse("serve", "--node", NODE, "--api-key", "not ascii é")
+    assert result.exit_code == 2
+    assert "not ascii" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
+async def test_a_signal_ends_a_service_cleanly(number: signal.Signals) -> None:
+    was_cleaned = False
+
+    async def service() -> None:
+        nonlocal was_cleaned
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        finally:
+            was_cleaned = True
+
+    await asyncio.wait_for(run_until_signal(service()), 5)
+    assert was_cleaned
+
+
+async def test_asking_twice_is_heard() -> None:
+    asked: list[str] = []
+
+    async def slow_to_stop() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not asked:
+                await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(run_until_signal(slow_to_stop(), on_second=lambda: asked.append("again")), 5)
+    assert asked == ["again"]
+
+
+async def test_a_failure_of_a_service_is_no_stop() -> None:
+    async def broken() -> None:
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        await run_until_signal(broken())

@@ -1,0 +1,100 @@
+"""The exactness ledger: a cut model gives the bits of the uncut one, for every family, cut, chunking and draw.
+
+Both sides run on the same runner with the same calls; the uncut one is compared with stock transformers as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from slicing.sampler import SamplingParams
+from slicing.weights import open_checkpoint
+from tests.support.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, tiny_config, tiny_model, token_ids
+from tests.support.ledger import GREEDY, SEEDED, Cut, ModelInParts, Played, play
+
+PROMPT = token_ids(70)
+NUM_TOKENS = 6
+CHUNKS = (0, 1, 7, 64)
+# Cut at the first, a middle and the last place; one to four slices; every K and J and chunk size occurs.
+CASES: tuple[tuple[Cut, int, SamplingParams], ...] = (
+    (Cut((1,), first_local=0), 64, GREEDY),
+    (Cut((3,), first_local=1), 7, SEEDED),
+    (Cut((5,), first_local=2), 0, SEEDED),
+    (Cut((), first_local=3, last_local=1), 1, GREEDY),
+    (Cut((2, 4), first_local=1, last_local=1), 64, SEEDED),
+    (Cut((1, 2, 4), first_local=0, last_local=1), 7, GREEDY),
+    (Cut((2, 3, 5), first_local=1), 0, GREEDY),
+    (Cut((2, 4), first_local=0, has_remote_ends=True), 7, SEEDED),
+)
+
+
+@cache
+def in_parts(family: str) -> ModelInParts:
+    return ModelInParts(tiny_model(tiny_config(family)))
+
+
+@cache
+def whole(family: str, chunk: int, sampling: SamplingParams) -> Played:
+    return play(in_parts(family).start_whole(), PROMPT, chunk, sampling, VOCAB_SIZE, NUM_TOKENS)
+
+
+def assert_exact(family: str, cut: Cut, chunk: int, sampling: SamplingParams) -> None:
+    expected = whole(family, chunk, sampling)
+    played = play(in_parts(family).start(cut), PROMPT, chunk, sampling, VOCAB_SIZE, NUM_TOKENS)
+    difference = max(float((a - b).abs().max()) for a, b in zip(played.logits, expected.logits, strict=True))
+    assert difference == 0, f"{family} {cut} chunk={chunk}"
+    assert played.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_model_gives_the_bits_of_the_whole_one(family: str) -> None:
+    for cut, chunk, sampling in CASES:
+        assert_exact(family, cut, chunk, sampling)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("first_local", range(4))
+@pytest.mark.parametrize("last_local", range(2))
+def test_every_cut_of_one_family_is_exact(first_local: int, last_local: int, chunk: int) -> None:
+    places = range(first_local + 1, NUM_LAYERS - last_local)
+    for count, sampling in itertools.product(range(min(3, len(places)) + 1), (GREEDY, SEEDED)):
+        for cuts in itertools.combinations(places, count):
+            if chunk != 1 or sampling is GREEDY:  # one row at a time is slow, and draws do not see chunks
+                assert_exact("llama", Cut(cuts, first_local, last_local), chunk, sampling)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_model_gives_the_logits_and_the_greedy_text_of_stock_transformers(family: str) -> None:
+    model = in_parts(family).model
+    played = whole(family, 0, GREEDY)
+    attended = torch.ones(1, len(PROMPT), dtype=torch.int64)
+    stock = model.generate(
+        PROMPT.unsqueeze(0),
+        attention_mask=attended,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert stock.sequences[0, len(PROMPT) :].tolist() == played.token_ids
+    for ours, theirs in zip(played.logits, stock.logits, strict=False):
+        torch.testing.assert_close(ours, theirs[0].float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_the_whole_llama_gives_the_bits_of_stock_transformers(chunk: int) -> None:
+    model = in_parts("llama").model
+    stock_cache = DynamicCache(config=model.config)
+    session, position = in_parts("llama").start_whole(), 0
+    for rows in (*PROMPT.split(chunk or len(PROMPT)), *PROMPT[:5].split(1)):
+        with torch.no_grad():
+            theirs = model(input_ids=rows.unsqueeze(0), cache=stock_cache, use_cache=True).logits[0, -1]
+        assert torch.equal(session(rows, position)[-1], theirs)
+        position += len(rows)
