@@ -24,6 +24,7 @@ from cli import options as opt
 from cli import show
 from cli.answer import Answerer, End, Piece, Question, Timings
 from cli.failures import CommandError
+from cli.runtime import run_asking
 from cli.target import Target, open_answerer
 
 # Short common words are one token each in most vocabularies; the real count is read from the answer's usage.
@@ -127,7 +128,7 @@ def bench(
         url, api_key, model, tuple(node or ()), ends, local_layers, wire, network, psk_file, threads
     )
     load = Load(prompt_tokens, generate, repeats, concurrency, warmup)
-    report = asyncio.run(_measure(target, load))
+    report = run_asking(_measure(target, load))
     show.print_json(report) if json else _print(report)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from cli import options as opt
 from cli import show
 from cli.answer import End, Piece, Question
+from cli.runtime import run_asking
 from cli.target import Target, open_answerer
 
 
@@ -51,7 +51,7 @@ def query(
         temperature=temperature,
         seed=seed,
     )
-    asyncio.run(_ask_as_json(target, question) if json else _ask(target, question))
+    run_asking(_ask_as_json(target, question) if json else _ask(target, question))
 
 
 async def _ask(target: Target, question: Question) -> None:

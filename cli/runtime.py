@@ -57,6 +57,34 @@ def run_fast(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def run_asking(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command that asks. Told to end, it cancels what it asked for on every node before it goes.
+
+    Ctrl+C raises KeyboardInterrupt, any other signal SystemExit with the code that shells expect.
+    """
+    ended_by: list[int] = []
+
+    async def interruptible() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def end(number: int) -> None:
+            ended_by.append(number)
+            if task is not None:
+                task.cancel()
+
+        for number in set(STOP_SIGNALS) - {signal.SIGINT}:  # asyncio.run itself takes care of Ctrl+C
+            with suppress(NotImplementedError):
+                loop.add_signal_handler(number, end, number)
+        return await main
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        if not ended_by:
+            raise
+        raise SystemExit(128 + ended_by[0]) from None
+
+
 async def run_until_signal(
     work: Coroutine[Any, Any, None], on_second: Callable[[], None] | None = None
 ) -> None:

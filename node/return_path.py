@@ -11,8 +11,9 @@ from node.outbox import Gone, Outbox
 from node.session import Session
 from node.stats import NodeStats
 from routing import wire
+from routing.endpoint import Endpoint
 from routing.errors import ProtocolError, RemoteError
-from routing.link import Endpoint, Link
+from routing.link import Link
 from routing.types import Answer, Failure, SessionId
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ from node.stats import NodeStats
 from node.step_flow import StepFlow, hop_lost
 from node.step_job import StepJob, new_sampler, new_state
 from routing import wire
+from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError, WorkError
-from routing.link import Endpoint, Link
+from routing.link import Link
 from routing.types import (
     Answer,
     Attach,

@@ -382,10 +382,9 @@ class Chain:
 
     async def _answer_or_trouble(self, answer: asyncio.Future[Answer]) -> RemoteError | None:
         assert self._trouble is not None
+        waits: set[asyncio.Future[Any]] = {answer, self._trouble}
         while not answer.done() and not self._trouble.done():
-            await asyncio.wait(
-                {answer, self._trouble}, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(waits, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() and not self._trouble.done():
                 self._suspect_the_silent()
         return None if answer.done() else self._trouble.result()

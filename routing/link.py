@@ -384,11 +384,3 @@ def log_receiver_failure(occasion: str, error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
     logger.error("receiver failed on %s: %s at %s", occasion, type(error).__name__, place)
-
-
-def __getattr__(name: str) -> Any:  # until every import says routing.endpoint
-    if name == "Endpoint":
-        from routing.endpoint import Endpoint
-
-        return Endpoint
-    raise AttributeError(name)

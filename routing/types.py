@@ -131,7 +131,9 @@ class HopEntry:
     answer_key: bytes = field(default=b"", repr=False)  # 32 B, last hop only
     run_opening: bool = False
     run_closing: bool = False
-    sampling: Mapping[str, Any] | None = field(default=None, repr=False)  # closing hop only, see slicing.sampler
+    sampling: Mapping[str, Any] | None = field(
+        default=None, repr=False
+    )  # closing hop only, see slicing.sampler
     tenant: bytes = b""  # 8 B keyed tag, for fairness
 
 

@@ -55,7 +55,6 @@ class BlockSlice:
         accepted = inspect.signature(type(model).forward).parameters
         self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
         self._takes_positions = "position_ids" in accepted
-        self._takes_kept_rows = "logits_to_keep" in accepted
         if self.cache_argument is None:
             raise CannotCut(f"the forward of {type(model).__name__} takes no key/value cache")
         embedding = model.get_input_embeddings().weight
@@ -79,23 +78,11 @@ class BlockSlice:
         return call.result
 
     def run_whole(
-        self,
-        cache: KVCache,
-        token_ids: torch.Tensor,
-        position: int,
-        kept: list[int] | None = None,
-        is_cancelled: IsCancelled | None = None,
+        self, cache: KVCache, token_ids: torch.Tensor, position: int, is_cancelled: IsCancelled | None = None
     ) -> torch.Tensor:
-        """Run everything in one forward: token ids [1, rows] to the logits [1, n, vocab] of the `kept` rows."""
-        rows = token_ids.shape[1]
-        inputs = {"input_ids": token_ids}
-        if kept is not None and kept != list(range(rows)):
-            if not self._takes_kept_rows:
-                states = self.embed_and_run(cache, token_ids, position, len(self.stack), is_cancelled)
-                return self.run_to_logits(cache, states[:, kept], position, len(self.stack))
-            inputs["logits_to_keep"] = torch.tensor(kept, device=self._device)
+        """Run everything in one forward: token ids [1, rows] to logits [1, rows, vocab]."""
         call = _Call(0, len(self.stack), False, None, is_cancelled)
-        return _logits(self._forward(call, cache, position, rows, **inputs))
+        return _logits(self._forward(call, cache, position, token_ids.shape[1], input_ids=token_ids))
 
     def run_blocks(
         self,

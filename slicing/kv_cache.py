@@ -7,7 +7,7 @@ nothing is read back from a layer, since a slice's first layers may stay empty f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class KVCache(Cache):
         slabs = [layer for layer in self.layers if isinstance(layer, SlabLayer) and layer.capacity]
         return sum(tensor.nbytes // layer.capacity for layer in slabs for tensor in _tensors_of(layer))
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the position at which the running step begins, whichever layer is asked."""
         return self._cursor.position
 

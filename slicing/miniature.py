@@ -80,7 +80,7 @@ def _check(config: PretrainedConfig) -> CutReport | CannotCut:
         return _check_whole_against_cut(config)
     except CannotCut as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a foreign class that fails on a miniature is one that is not served
+    except Exception as error:
         return CannotCut(f"its forward fails when it is run whole and cut: {type(error).__name__}: {error}")
     finally:
         logging.set_verbosity(verbosity)
@@ -215,7 +215,7 @@ def _build_miniature(config: PretrainedConfig, kinds: Sequence[object]) -> PreTr
             model(input_ids=_token_ids(model)[:, :2], use_cache=False)
         except CannotCut as error:
             reasons.append(str(error))
-        except Exception as error:  # noqa: BLE001 - whatever a foreign class raises over odd sizes
+        except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
         else:
             return model
@@ -251,7 +251,7 @@ def _takes_embeds(model: PreTrainedModel) -> bool:
     """Tell whether the model runs on input embeddings that belong to no token."""
     try:
         model(inputs_embeds=torch.zeros(1, 2, model.get_input_embeddings().weight.shape[-1]), use_cache=False)
-    except Exception:  # noqa: BLE001 - a foreign class may raise anything for what it does not take
+    except Exception:
         return False
     return True
 

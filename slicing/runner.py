@@ -171,11 +171,19 @@ class PlainRunner:
         keep: int | Sequence[int] | None = None,
         is_cancelled: IsCancelled | None = None,
     ) -> torch.Tensor:
-        """Run the uncut model on token ids [rows]: logits [n, vocab] (float32). What slices are compared with."""
+        """Run the uncut model on token ids [rows]: logits [n, vocab] (float32). What slices are compared with.
+
+        Norm and head see the kept rows only, as in `run_closing`: a head that multiplies another number of rows may
+        give other bits.
+        """
         assert self.parts == Parts.whole(self.num_layers), "this runner holds a part of the model only"
         self._check_step(cache, position, 0, self.num_layers)
+        kept = _rows(len(token_ids), keep)
+        if kept != list(range(len(token_ids))):
+            states = self.run_opening(cache, token_ids, position, end=self.num_layers, is_cancelled=is_cancelled)
+            return self.run_closing(cache, states, position, start=self.num_layers, keep=kept)
         rows = token_ids.to(self.device).unsqueeze(0)
-        return self._slice.run_whole(cache, rows, position, _rows(len(token_ids), keep), is_cancelled)[0].float()
+        return self._slice.run_whole(cache, rows, position, is_cancelled)[0].float()
 
     def measure_layer_ms(self, rows: int = 1) -> float:
         """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from slicing.runner import PlainRunner
 
 from routing.types import Answer, AnswerKind, Buffer, SliceSpec, Want, WireDtype
 from slicing.buffers import DTYPES, from_buffer, to_buffer
+from slicing.runner import PlainRunner
 from slicing.sampler import Sampler, SamplingParams
 
 CANDIDATE = np.dtype([("id", "<u4"), ("logit", "<f4")])

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from slicing.miniature import check_cut
-from slicing.runner import Parts, PlainRunner
 
 from app.engine.text import PREFILL_CHUNK, ChainTextEngine, ModelFacts
 from app.engine.tokenizer import ChatTokenizer
@@ -27,8 +25,10 @@ from routing.identity import Identity
 from routing.switchboard import Switchboard
 from routing.types import Capabilities, NodeAddress, SliceSpec, WireDtype
 from slicing.checkpoint import Checkpoint
+from slicing.miniature import check_cut
 from slicing.model_source import open_checkpoint
 from slicing.progress import Progress, no_progress
+from slicing.runner import Parts, PlainRunner
 
 DEFAULT_MAX_POSITIONS = 1 << 20  # of a model whose configuration names no limit
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing

@@ -15,8 +15,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from slicing.runner import PlainRunner
-
 from app.engine.ends import Ends, LocalEnds, NextToken, RemoteEnds, remote_sampling
 from app.engine.request import (
     Admitted,
@@ -35,6 +33,7 @@ from routing.errors import ErrorCode, NoRouteError, WorkError
 from routing.planner import RouteRequest, missing_layers, plan_route
 from routing.switchboard import Switchboard
 from routing.types import Answer, Route, SliceSpec, Want, WireDtype
+from slicing.runner import PlainRunner
 
 PREFILL_CHUNK = (
     512  # rows per step: chunks of 128 and more cost at most 6 % over whole (performance.md, section 7)

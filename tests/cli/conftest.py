@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from cli.children import thread_environment
 from cli.main import app
 
 
@@ -78,6 +79,8 @@ class Diffuse:
 def diffuse(monkeypatch: pytest.MonkeyPatch) -> Diffuse:
     for name in ("DIFFUSE_API_KEY", "DIFFUSE_DEBUG"):
         monkeypatch.delenv(name, raising=False)
+    for name in thread_environment(1):
+        monkeypatch.setenv(name, "1")  # commands set these for their process, which here is everybody's
     return Diffuse()
 
 

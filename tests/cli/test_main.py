@@ -69,15 +69,18 @@ def test_a_reader_that_leaves_early_causes_no_traceback(gateway: FakeGateway) ->
     assert process.returncode == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-def test_an_interrupt_exits_with_130_and_no_traceback(gateway: FakeGateway) -> None:
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_ended_query_leaves_the_code_shells_expect_and_no_traceback(
+    gateway: FakeGateway, number: signal.Signals, code: int
+) -> None:
     gateway.hold = True
     gateway.says("first")
     command = own_command(["query", "--prompt", "Hi", "--url", gateway.url])
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(5) == b"first"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=10)
     gateway.release.set()
-    assert (process.returncode, said) == (130, b"")
+    assert (process.returncode, said) == (code, b"")

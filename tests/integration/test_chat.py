@@ -42,7 +42,9 @@ def test_a_stream_carries_the_same_text_and_ends_as_clients_expect(
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.greedy(QUESTION, 24)
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        "length"
+    ]
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
 

@@ -126,7 +126,8 @@ async def test_every_node_has_freed_the_session_when_the_client_is_gone(served: 
     body = {"model": MODEL, "messages": USER, "max_tokens": 400, "stream": True}
     async with httpx.AsyncClient(timeout=60) as client:
         async with client.stream("POST", url, json=body) as answer:
-            async for line in answer.aiter_lines():
+            lines = answer.aiter_lines()  # kept: the stream is closed with its iterator
+            async for line in lines:
                 if '"content":' in line and '"role"' not in line:
                     break
             held = [sessions for sessions, _ in await sessions_and_free_bytes(served.nodes)]

@@ -26,8 +26,20 @@ _PLAIN: dict[str, Any] = {
 _LLAMA = _PLAIN | {"num_key_value_heads": 2, "head_dim": 16}
 _GPT = {"n_layer": NUM_LAYERS, "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_head": 4, "n_positions": 256}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -107,11 +119,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": (
         "qwen2",
         _PLAIN
-        | {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3},
+        | {
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 3,
+        },
     ),
     "qwen2_moe": (
         "qwen2_moe",
-        _PLAIN | _EXPERTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+        _PLAIN
+        | _EXPERTS
+        | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
     ),
     "qwen3": ("qwen3", _LLAMA),
     "qwen3_moe": ("qwen3_moe", _LLAMA | _EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
@@ -144,15 +163,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": (
         "deepseek_v2",
-        _PLAIN | _LATENT | _ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        _PLAIN
+        | _LATENT
+        | _ROUTED
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
     ),
     "deepseek_v3": (
         "deepseek_v3",
-        _PLAIN | _LATENT | _ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_shared_experts": 1},
+        _PLAIN
+        | _LATENT
+        | _ROUTED
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_shared_experts": 1},
     ),
     "phi": ("phi", _PLAIN),
     "phi3": ("phi3", _PLAIN | {"num_key_value_heads": 2, "sliding_window": 16}),
-    "phimoe": ("phimoe", _PLAIN | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": (
+        "phimoe",
+        _PLAIN | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "olmo": ("olmo", _LLAMA),
     "olmo2": ("olmo2", _LLAMA),
     "olmo3": ("olmo3", _LLAMA | {"sliding_window": 16}),
@@ -170,7 +198,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         _LLAMA | {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     ),
-    "granitemoe": ("granitemoe", _PLAIN | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": (
+        "granitemoe",
+        _PLAIN | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "nemotron": ("nemotron", _LLAMA),
     "persimmon": ("persimmon", _PLAIN),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": 16, "layer_types": _SLIDING}),
@@ -188,7 +219,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention", "conv"] * (NUM_LAYERS // 3),
         },
     ),
-    "minimax_m2": ("minimax_m2", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "minimax_m2": (
+        "minimax_m2",
+        _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
     "nanochat": ("nanochat", _PLAIN | {"num_key_value_heads": 2}),
 }
 

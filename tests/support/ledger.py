@@ -101,14 +101,18 @@ class ModelInParts:
             states = nodes[0].run_opening(caches[0], token_ids, position, end=ranges[0][1])
             for place in range(1, last):
                 start, end = ranges[place]
-                states = nodes[place].run_layers(caches[place], over_the_wire(states), position, start=start, end=end)
+                states = nodes[place].run_layers(
+                    caches[place], over_the_wire(states), position, start=start, end=end
+                )
             start = ranges[last][0] if last else ranges[0][1]
             return nodes[last].run_closing(caches[last], over_the_wire(states), position, start=start)
 
         return step
 
 
-def play(step: Step, prompt: torch.Tensor, chunk: int, sampling: SamplingParams, vocab_size: int, num: int) -> Played:
+def play(
+    step: Step, prompt: torch.Tensor, chunk: int, sampling: SamplingParams, vocab_size: int, num: int
+) -> Played:
     """Prefill `prompt` [rows] in chunks (0: at once), then draw `num` tokens, one step each."""
     sampler = Sampler(sampling, vocab_size, prompt.tolist())
     played = Played()
