@@ -8,13 +8,14 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from bench.cancel import measure_cancel
 from bench.hops import measure_hops
 from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
 from bench.report import Report
 from bench.split import measure_split
 
-SECTIONS = ("ledger", "split", "hops", "nodes")
+SECTIONS = ("ledger", "nodes", "hops", "cancel", "split")
 
 
 async def _run(only: list[str], pairs: int) -> None:
@@ -25,6 +26,8 @@ async def _run(only: list[str], pairs: int) -> None:
         await measure_nodes(report)
     if "hops" in only:
         await measure_hops(report, repeats=max(3, pairs // 2))
+    if "cancel" in only:
+        await measure_cancel(report)
     if "split" in only:
         await measure_split(report, pairs)
     report.write()

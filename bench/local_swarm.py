@@ -27,6 +27,7 @@ class LocalSwarm:
     """Running nodes, what each said when it was ready, and the engine over them."""
 
     swarm: Swarm
+    settings: SwarmSettings
     nodes: tuple[Child, ...]
     ready: tuple[dict[str, Any], ...]
 
@@ -67,7 +68,7 @@ async def local_swarm(
             wire=wire,  # type: ignore[arg-type]
         )
         async with open_swarm(settings) as swarm:
-            yield LocalSwarm(swarm, tuple(nodes), tuple(ready))
+            yield LocalSwarm(swarm, settings, tuple(nodes), tuple(ready))
 
 
 def greedy_request(prompt_ids: list[int], num_tokens: int) -> GenerationRequest:

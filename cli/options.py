@@ -103,7 +103,7 @@ CacheDirOption = Annotated[
     Path | None, typer.Option("--cache-dir", help="Where converted models and measurements are kept.")
 ]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="A gateway's base URL. [default: http://127.0.0.1:8000/v1]")
+    str | None, typer.Option("--url", help="A gateway's base URL. Left out: http://127.0.0.1:8000/v1")
 ]
 ApiKeyOption = Annotated[
     str | None, typer.Option("--api-key", envvar="DIFFUSE_API_KEY", help="The gateway's API key.")

@@ -27,7 +27,7 @@ def serve(
     name: Annotated[str | None, typer.Option("--name", help="What clients call the model.")] = None,
     listen: Annotated[
         str | None,
-        typer.Option("--listen", metavar="HOST:PORT", help="What to bind. [default: 127.0.0.1:8000]"),
+        typer.Option("--listen", metavar="HOST:PORT", help="What to bind. Left out: 127.0.0.1:8000."),
     ] = None,
     public_addr: Annotated[
         str | None,

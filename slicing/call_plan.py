@@ -80,9 +80,7 @@ def take_apart(block: nn.Module, call: BlockCall, form: BlockForm) -> CallPlan:
     return CallPlan(
         tensors={name: value for name, value in leaves if isinstance(value, torch.Tensor)},
         constants={name: value for name, value in leaves if isinstance(value, constant)},
-        objects={
-            name: value for name, value in leaves if not isinstance(value, (torch.Tensor, *constant))
-        },
+        objects={name: value for name, value in leaves if not isinstance(value, (torch.Tensor, *constant))},
     )
 
 
@@ -122,7 +120,9 @@ def recorded_calls(stack: BlockStack) -> Iterator[list[BlockCall]]:
     def after(_block: nn.Module, _args: Any, output: Any) -> None:
         calls[-1].output = output  # blocks do not nest
 
-    hooks = [block.register_forward_pre_hook(before(n), with_kwargs=True) for n, block in enumerate(stack.blocks)]
+    hooks = [
+        block.register_forward_pre_hook(before(n), with_kwargs=True) for n, block in enumerate(stack.blocks)
+    ]
     hooks += [block.register_forward_hook(after) for block in stack.blocks]
     try:
         yield calls
@@ -139,7 +139,9 @@ def learn_form(stack: BlockStack, calls: Sequence[BlockCall]) -> BlockForm:
     """
     order = [call.number for call in calls]
     if order != list(range(len(stack))):
-        raise CannotCut(f"the blocks of {stack.name} do not run once each, in order (they ran {_runs(order)})")
+        raise CannotCut(
+            f"the blocks of {stack.name} do not run once each, in order (they ran {_runs(order)})"
+        )
     forms = {_form_between(stack, calls[n], calls[n + 1]) for n in range(len(calls) - 1)}
     if len(forms) > 1:
         raise CannotCut(f"the blocks of {stack.name} take or return hidden states in {len(forms)} ways")

@@ -67,7 +67,9 @@ def learn_ends(model: PreTrainedModel, stack: BlockStack, run: Callable[[], obje
         for hook in hooks:
             hook.remove()
     if phases[1]:
-        raise CannotCut(f"the model uses {min(phases[1])} between the blocks of {stack.name}, outside of any of them")
+        raise CannotCut(
+            f"the model uses {min(phases[1])} between the blocks of {stack.name}, outside of any of them"
+        )
     return EndNames(frozenset(phases[0]), frozenset(phases[2]))
 
 
@@ -99,7 +101,9 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":  # a look at a dtype or a device is no use of the values
+        if (
+            getattr(func, "__name__", "") != "__get__"
+        ):  # a look at a dtype or a device is no use of the values
             for value in [*args, *kwargs.values()]:
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     self.seen.update(self.names.get(id(tensor), ()))

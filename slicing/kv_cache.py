@@ -75,7 +75,9 @@ class SlabLayer(CacheLayerMixin):
         rows = key_states.shape[-2]
         end = begin + rows
         if begin > self.length:
-            raise ValueError(f"a step at position {begin} leaves a gap: this layer holds {self.length} positions")
+            raise ValueError(
+                f"a step at position {begin} leaves a gap: this layer holds {self.length} positions"
+            )
         if end > self.capacity:
             self._grow(key_states, value_states, end)
         assert self.keys is not None
@@ -225,7 +227,9 @@ class KVCache(Cache):
         elif isinstance(layer, DynamicIndexedLayer) and held > position:
             layer.crop(position - held)
         else:
-            raise CannotRollBack(f"layer {number} keeps a running state: it can only go on, or start again at 0")
+            raise CannotRollBack(
+                f"layer {number} keeps a running state: it can only go on, or start again at 0"
+            )
         self._states[number] = position
 
 

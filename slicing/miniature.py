@@ -107,7 +107,9 @@ def _check_whole_against_cut(config: PretrainedConfig) -> CutReport:
 class _Trial:
     """One miniature, whole and in parts, and the comparisons between them."""
 
-    def __init__(self, model: PreTrainedModel, form: BlockForm, ends: EndNames, token_ids: torch.Tensor) -> None:
+    def __init__(
+        self, model: PreTrainedModel, form: BlockForm, ends: EndNames, token_ids: torch.Tensor
+    ) -> None:
         self.model = model
         self.form = form
         self.ends = ends
@@ -125,7 +127,9 @@ class _Trial:
             ours = self._run_whole(cache, position, rows)
             with torch.no_grad():
                 theirs = self.model(
-                    input_ids=self._rows(position, rows), use_cache=True, **{self.whole.cache_argument: stock_cache}
+                    input_ids=self._rows(position, rows),
+                    use_cache=True,
+                    **{self.whole.cache_argument: stock_cache},
                 )
             if not _is_near(ours, theirs.logits):
                 raise CannotCut(
@@ -150,7 +154,9 @@ class _Trial:
         caches = [KVCache(self.layout) for _ in range(self.num_layers)]
         own_cache, whole_cache = KVCache(self.layout), KVCache(self.layout)
         for position, rows in STEPS:
-            if position < whole_cache.length and not self._roll_back([whole_cache, own_cache, *caches], position):
+            if position < whole_cache.length and not self._roll_back(
+                [whole_cache, own_cache, *caches], position
+            ):
                 continue
             with recorded_calls(self.whole.stack) as whole_calls:
                 expected = self._run_whole(whole_cache, position, rows)
@@ -161,7 +167,9 @@ class _Trial:
                 self._compare_arguments(whole_calls[layer], calls[layer], layer)
                 self._compare_states(whole_calls[layer], states, layer)
             if not torch.equal(closing.run_to_logits(own_cache, states, position, self.num_layers), expected):
-                raise CannotCut(f"norm and head after {self.whole.stack.name} give other logits when run by themselves")
+                raise CannotCut(
+                    f"norm and head after {self.whole.stack.name} give other logits when run by themselves"
+                )
 
     def _roll_back(self, caches: Sequence[KVCache], position: int) -> bool:
         try:
@@ -219,7 +227,9 @@ def _build_miniature(config: PretrainedConfig, kinds: Sequence[object]) -> PreTr
             reasons.append(f"{type(error).__name__}: {error}")
         else:
             return model
-    raise CannotCut(f"no miniature of a {type(config).__name__} could be built: {'; '.join(reasons) or 'no attempt'}")
+    raise CannotCut(
+        f"no miniature of a {type(config).__name__} could be built: {'; '.join(reasons) or 'no attempt'}"
+    )
 
 
 def _with_random_weights(config: PretrainedConfig) -> PreTrainedModel:

@@ -180,7 +180,9 @@ class PlainRunner:
         self._check_step(cache, position, 0, self.num_layers)
         kept = _rows(len(token_ids), keep)
         if kept != list(range(len(token_ids))):
-            states = self.run_opening(cache, token_ids, position, end=self.num_layers, is_cancelled=is_cancelled)
+            states = self.run_opening(
+                cache, token_ids, position, end=self.num_layers, is_cancelled=is_cancelled
+            )
             return self.run_closing(cache, states, position, start=self.num_layers, keep=kept)
         rows = token_ids.to(self.device).unsqueeze(0)
         return self._slice.run_whole(cache, rows, position, is_cancelled)[0].float()

@@ -70,7 +70,11 @@ SMALL = {
     "mamba_chunk_size": 8,
 }
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
-HEAD_KEYS = ("head_dim", "rotary_dim", "lora_rank")  # kept in the second attempt: tables may be as long as these
+HEAD_KEYS = (
+    "head_dim",
+    "rotary_dim",
+    "lora_rank",
+)  # kept in the second attempt: tables may be as long as these
 TOKEN_ID_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
 
 
@@ -78,7 +82,9 @@ def small_configs(config: PretrainedConfig, num_layers: int) -> Iterator[Pretrai
     """Yield attempts at a miniature with the first `num_layers` layers, the smallest first."""
     settings = config.to_dict()
     total = config.get_text_config(decoder=True).num_hidden_layers
-    layer_key = config.get_text_config(decoder=True).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    layer_key = config.get_text_config(decoder=True).attribute_map.get(
+        "num_hidden_layers", "num_hidden_layers"
+    )
     for layers in dict.fromkeys((num_layers, min(total, MAX_LAYERS))):
         for keeps_heads in (False, True):
             small = _shrink(settings, layer_key, total, layers, keeps_heads)
@@ -120,7 +126,8 @@ def _shrink_list(key: str, values: list[Any], total: int, layers: int, keeps_hea
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if len(values) == total:
         return [
-            _shrink_number(key, value, keeps_heads) if value in numbers else value for value in values[:layers]
+            _shrink_number(key, value, keeps_heads) if value in numbers else value
+            for value in values[:layers]
         ]
     if len(numbers) == len(values) and key.endswith(("layers", "idxs", "ids")):
         return [value for value in values if value < layers]
@@ -144,7 +151,10 @@ def _shrink_number(key: str, value: int, keeps_heads: bool) -> int:
 
 def _mend_ratios(small: dict[str, Any], settings: dict[str, Any]) -> None:
     """Keep grouped heads grouped: fewer key/value heads than heads stay fewer."""
-    for heads_key, kv_key in (("num_attention_heads", "num_key_value_heads"), ("num_attention_heads", "num_kv_heads")):
+    for heads_key, kv_key in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("num_attention_heads", "num_kv_heads"),
+    ):
         heads, kv_heads = settings.get(heads_key), settings.get(kv_key)
         if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads < heads:
             small[kv_key] = 1 if kv_heads == 1 else small[heads_key] // 2

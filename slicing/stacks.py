@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from slicing.errors import ModelError
 
@@ -48,12 +49,13 @@ def build_weightless(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
     """
     config = copy.deepcopy(config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError) as error:
         raise CannotCut(
             f"transformers builds no causal language model from a {type(config).__name__}: {error}"
         ) from error
+    model.tie_weights()
     _compute_buffers(model)
     return model.eval().requires_grad_(False)
 

@@ -13,7 +13,7 @@ import pytest
 from openai import APIError
 
 from tests.integration.conftest import MODEL, ServedModel, WholeModel
-from tests.support.processes import Observer, Process, Processes, client_of, until
+from tests.support.processes import Process, Processes, client_of, describe, until
 
 pytestmark = [pytest.mark.real, pytest.mark.processes]
 QUESTION = "Tell me about the sea."
@@ -39,12 +39,8 @@ def answer_with(gateway: Process, after: int, event: Callable[[], None]) -> str:
 
 def busy_node(nodes: list[Process]) -> Process:
     """The node of these replicas that holds a session now."""
-
-    async def loads() -> list[int]:
-        async with Observer.open() as observer:
-            return [(await observer.describe(node)).load for node in nodes]
-
-    return nodes[asyncio.run(loads()).index(1)]
+    loads = [told.load for told in asyncio.run(describe(nodes))]
+    return nodes[loads.index(1)]
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +86,7 @@ def test_killed_and_stopped_nodes_are_replaced_until_none_is_left(
 
 
 async def sessions_and_free_bytes(nodes: list[Process]) -> list[tuple[int, int]]:
-    async with Observer.open() as observer:
-        told = [await observer.describe(node) for node in nodes]
-    return [(one.load, one.free_bytes) for one in told]
+    return [(told.load, told.free_bytes) for told in await describe(nodes)]
 
 
 @pytest.mark.timeout(300)

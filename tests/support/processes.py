@@ -6,7 +6,6 @@ its children along (`--until-eof`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -14,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +21,9 @@ from openai import OpenAI
 
 from cli.membership import read_membership
 from cli.options import DEFAULT_NETWORK
+from cli.survey import survey
 from routing.addresses import parse_address
-from routing.endpoint import Endpoint
-from routing.identity import Identity
-from routing.link import Link
-from routing.types import Capabilities, Describe, Description, Message
+from routing.types import Description
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
@@ -110,38 +107,12 @@ def client_of(gateway: Process, **options: Any) -> OpenAI:
     return OpenAI(base_url=gateway.ready["url"], api_key="none", max_retries=0, **options)
 
 
-class Observer:
-    """A peer that asks nodes what they hold, as any gateway may."""
-
-    def __init__(self) -> None:
-        self._told: asyncio.Queue[Description] = asyncio.Queue()
-        network_id = read_membership(DEFAULT_NETWORK, None).network_id
-        self._endpoint = Endpoint(Identity.generate(), network_id, Capabilities, self)
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def open(cls) -> AsyncIterator[Observer]:
-        observer = cls()
-        try:
-            yield observer
-        finally:
-            await observer._endpoint.close()
-
-    async def describe(self, node: Process) -> Description:
-        link = await self._endpoint.dial(parse_address(node.ready["address"]))
-        await link.send(Describe())
-        async with asyncio.timeout(10):
-            return await self._told.get()
-
-    def on_message(self, link: Link, message: Message) -> None:
-        if isinstance(message, Description):
-            self._told.put_nowait(message)
-
-    def on_link_up(self, link: Link) -> None:
-        pass
-
-    def on_link_closed(self, link: Link, error: Exception | None) -> None:
-        pass
+async def describe(nodes: Sequence[Process]) -> list[Description]:
+    """What each node holds now, asked as any peer may."""
+    addresses = [parse_address(node.ready["address"]) for node in nodes]
+    reports = await survey(addresses, read_membership(DEFAULT_NETWORK, None))
+    assert all(report.description for report in reports), [report.error for report in reports]
+    return [report.description for report in reports if report.description]
 
 
 def until(is_true: Callable[[], bool], timeout_s: float = 30.0) -> None:
