@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from slicing.call_plan import BlockForm
 from slicing.kv_cache import KVCache
-from slicing.stacks import BlockStack, CannotCut
+from slicing.stacks import BlockStack, CannotCut, embedding_weight
 
 IsCancelled = Callable[[], bool]
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers 5.24 and later, and before
@@ -28,7 +28,7 @@ class Cancelled(Exception):
     """The call was told to stop, and stopped between two blocks."""
 
 
-class _LeaveForward(Exception):  # noqa: N818 - not an error: how a forward is left early
+class _LeaveForward(Exception):
     """Carries nothing: the hidden states are kept by the slice, so that no traceback holds them."""
 
 
@@ -44,6 +44,13 @@ class _Call:
     result: torch.Tensor | None = field(default=None, repr=False)
 
 
+class _PlainSlices(nn.ModuleList):
+    """A list of blocks whose slices are plain lists: `layers[:n]` would build a module anew in every step."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index] if isinstance(index, slice) else super().__getitem__(index)
+
+
 class BlockSlice:
     """A stock model whose blocks can be run in part. One call at a time."""
 
@@ -57,9 +64,12 @@ class BlockSlice:
         self._takes_positions = "position_ids" in accepted
         if self.cache_argument is None:
             raise CannotCut(f"the forward of {type(model).__name__} takes no key/value cache")
-        embedding = model.get_input_embeddings().weight
+        embedding = embedding_weight(model)
         self._device = embedding.device
         self._embedding_size = embedding.shape[-1]
+        blocks = model.get_submodule(stack.name)
+        if type(blocks) is nn.ModuleList:
+            blocks.__class__ = _PlainSlices
         for number, block in enumerate(stack.blocks):
             block.forward = self._stand_in(number, block)
 
@@ -71,7 +81,10 @@ class BlockSlice:
         end: int,
         is_cancelled: IsCancelled | None = None,
     ) -> torch.Tensor:
-        """Run what comes before the blocks, and blocks [0, end): token ids [1, rows] to hidden states [1, rows, hidden]."""
+        """Run what comes before the blocks, and blocks [0, end).
+
+        Token ids [1, rows] to hidden states [1, rows, hidden].
+        """
         call = _Call(0, end, True, None, is_cancelled)
         self._forward(call, cache, position, token_ids.shape[1], input_ids=token_ids)
         assert call.result is not None
@@ -108,7 +121,10 @@ class BlockSlice:
         start: int,
         is_cancelled: IsCancelled | None = None,
     ) -> torch.Tensor:
-        """Run blocks [start, N) and what comes after them: hidden states [1, rows, hidden] to logits [1, rows, vocab]."""
+        """Run blocks [start, N) and what comes after them.
+
+        Hidden states [1, rows, hidden] to logits [1, rows, vocab].
+        """
         rows = hidden_states.shape[1]
         call = _Call(start, len(self.stack), False, hidden_states, is_cancelled)
         return _logits(self._forward(call, cache, position, rows, **self._dummy(rows)))

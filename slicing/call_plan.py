@@ -7,6 +7,7 @@ calls are taken apart by the same code.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class CallPlan:
 def take_apart(block: nn.Module, call: BlockCall, form: BlockForm) -> CallPlan:
     """Take a call apart; the hidden states are left out."""
     blank = form.replace_hidden(call.args, call.kwargs, torch.empty(0))
-    bound = {name: value for name, value in name_arguments(block, *blank).items()}
+    bound = name_arguments(block, *blank)
     hidden_name = next(name for name, value in bound.items() if value is form.hidden_of(*blank))
     leaves = [leaf for name, value in bound.items() if name != hidden_name for leaf in _leaves(name, value)]
     constant = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -157,7 +158,9 @@ def _form_between(stack: BlockStack, call: BlockCall, following: BlockCall) -> B
     hidden_states = output[0] if isinstance(output, tuple) and output else output
     places: list[int | str] = [
         place
-        for place, value in [*enumerate(following.args), *following.kwargs.items()]
+        for place, value in itertools.chain[tuple[int | str, Any]](
+            enumerate(following.args), following.kwargs.items()
+        )
         if value is hidden_states and isinstance(value, torch.Tensor)
     ]
     if not places:

@@ -176,6 +176,13 @@ class KVCache(Cache):
         slabs = [layer for layer in self.layers if isinstance(layer, SlabLayer) and layer.capacity]
         return sum(tensor.nbytes // layer.capacity for layer in slabs for tensor in _tensors_of(layer))
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store what a layer made of the running step; return what its attention may look at."""
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states, *args, **kwargs)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the position at which the running step begins, whichever layer is asked."""
         return self._cursor.position

@@ -27,6 +27,7 @@ from slicing.stacks import (
     CannotCut,
     block_kinds,
     build_weightless,
+    embedding_weight,
     find_stack,
     make_hollow,
     persistent_names,
@@ -129,7 +130,7 @@ class _Trial:
                 theirs = self.model(
                     input_ids=self._rows(position, rows),
                     use_cache=True,
-                    **{self.whole.cache_argument: stock_cache},
+                    **{str(self.whole.cache_argument): stock_cache},
                 )
             if not _is_near(ours, theirs.logits):
                 raise CannotCut(
@@ -184,7 +185,8 @@ class _Trial:
         name = first_difference(take_apart(block, whole, self.form), take_apart(block, cut, self.form))
         if name is not None:
             raise CannotCut(
-                f"block {layer} of {self.whole.stack.name} takes {name}, which a slice cannot derive from positions alone"
+                f"block {layer} of {self.whole.stack.name} takes {name}, which a slice cannot derive from "
+                "positions alone"
             )
 
     def _compare_states(self, whole: BlockCall, states: torch.Tensor, layer: int) -> None:
@@ -246,7 +248,7 @@ def _with_random_weights(config: PretrainedConfig) -> PreTrainedModel:
 def _token_ids(model: PreTrainedModel) -> torch.Tensor:
     """Return token ids [1, n], enough for every step; none is one of the low special ones."""
     length = max(position + rows for position, rows in STEPS)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = embedding_weight(model).shape[0]
     return (torch.arange(length).unsqueeze(0) * 7 + 5) % (vocab_size - 4) + 4
 
 
@@ -260,7 +262,7 @@ def _check_width(stack: BlockStack, call: BlockCall, form: BlockForm, model: Pre
 def _takes_embeds(model: PreTrainedModel) -> bool:
     """Tell whether the model runs on input embeddings that belong to no token."""
     try:
-        model(inputs_embeds=torch.zeros(1, 2, model.get_input_embeddings().weight.shape[-1]), use_cache=False)
+        model(inputs_embeds=torch.zeros(1, 2, embedding_weight(model).shape[-1]), use_cache=False)
     except Exception:
         return False
     return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -94,7 +95,7 @@ def small_configs(config: PretrainedConfig, num_layers: int) -> Iterator[Pretrai
 
 def num_layers_of_one_period(kinds: list[Any]) -> int:
     """Return the length of the shortest start of the stack in which every change of kind occurs that occurs at all."""
-    changes = list(zip(kinds, kinds[1:], strict=False))
+    changes = list(pairwise(kinds))
     missing = set(changes)
     for place, change in enumerate(changes):
         missing.discard(change)

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from slicing.errors import ModelError
 
 MIN_BLOCKS = 2
+_IS_INITIALIZED = "_is_hf_initialized"  # the mark by which transformers leaves a tensor or module alone
 
 
 class CannotCut(ModelError):
@@ -80,6 +81,14 @@ def find_stack(model: PreTrainedModel) -> BlockStack:
     return BlockStack(name, tuple(lists[name]))
 
 
+def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """Return the table of input embeddings [vocab, width]. Raises `CannotCut` when there is none."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise CannotCut(f"{type(model).__name__} has no table of input embeddings")
+    return weight
+
+
 def block_kinds(stack: BlockStack) -> list[tuple[object, ...]]:
     """Tell the blocks of a stack apart: two of a kind compare equal.
 
@@ -141,9 +150,11 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         if not parameter.is_meta:  # a few classes draw some on the CPU whatever the default device
             set_tensor(model, name, torch.empty_like(parameter, device="meta"))
     for tensor in [*model.parameters(), *model.buffers()]:
-        tensor._is_hf_initialized = tensor.is_meta  # transformers then draws no weights, only fills buffers
+        setattr(
+            tensor, _IS_INITIALIZED, tensor.is_meta
+        )  # transformers then draws no weights, only fills buffers
     for module in model.modules():
-        module._is_hf_initialized = False
+        setattr(module, _IS_INITIALIZED, False)
     model.initialize_weights()
 
 

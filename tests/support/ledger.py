@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -72,7 +73,7 @@ class ModelInParts:
         """Begin a session of the cut model."""
         start, end = cut.first_local, self.num_layers - cut.last_local
         borders = [start, *cut.cuts, end]
-        ranges = list(zip(borders, borders[1:], strict=False))
+        ranges = list(pairwise(borders))
         if cut.has_remote_ends:
             return self._start_remote(ranges)
         gateway = self.runner(Parts(((0, start), (end, self.num_layers)), opening=True, closing=True))
