@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,24 +17,21 @@ from starlette.requests import Request
 
 from app.api import chat, models
 from app.api.chat import ChatCompletions
-from app.api.chat_reply import ChatCompletion, ErrorEnvelope
+from app.api.connection import MAX_HEAD_BYTES, Connection
 from app.api.health import Health
 from app.api.middleware import ApiKeys, ErrorBoundary, HostCheck, PathAliases, RequestIds
 from app.api.models import Models
-from app.api.protocol import ChatRequest
 from app.engine.request import TextEngine
 from app.gateway import Gateway
 from app.metrics import GatewayMetrics
-from app.openapi import describe_bodies
+from app.openapi import describe
 from app.settings import GatewaySettings
 
+# Longer than clients and proxies keep an idle connection: whoever closes first must not be the one who is written to.
+KEEP_ALIVE_S = 75
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "server-timing", "openai-processing-ms")
 # FastAPI would hand exceptions, whose texts may quote prompts, to whatever OpenTelemetry the process has.
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorEnvelope, "description": "The request is wrong; `param` names the field"},
-    "5XX": {"model": ErrorEnvelope, "description": "The request cannot be served"},
-}
 
 
 def create_app(
@@ -68,21 +65,17 @@ def serve_config(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         lifespan="off",
+        http=Connection,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.drain_s) + 1,
     )
 
 
 def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     completions, listing, health = ChatCompletions(gateway), Models(gateway), Health(gateway)
-    app.add_api_route(
-        chat.PATH,
-        completions.create,
-        methods=["POST"],
-        response_model=None,
-        responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **ERRORS},
-    )
-    describe_bodies(app, {chat.PATH: ChatRequest})
+    app.add_api_route(chat.PATH, completions.create, methods=["POST"], response_model=None)
     pages = {
         models.PATH: listing.index,
         models.ONE_PATH: listing.retrieve,
@@ -92,8 +85,9 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
         "/metrics": health.metrics,
     }
     for path, endpoint in pages.items():
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None, responses=ERRORS)
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    describe(app)
 
 
 def _add_middleware(app: FastAPI, gateway: Gateway) -> None:

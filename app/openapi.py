@@ -1,33 +1,161 @@
-"""Request bodies in the OpenAPI document: endpoints parse them themselves, so FastAPI does not know them.
+"""What the OpenAPI document says of each path: endpoints parse and answer by themselves, so FastAPI does not know.
 
-(The lead overwrote this file by accident and rebuilt it from its use in `main.py`; replace it with your own.)
+The chunks of a stream are built as dictionaries; `ChatChunk` describes them here, and a test holds it to the wire.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from app.api import chat, models
+from app.api.chat_reply import AnswerTimings, ChatCompletion, ErrorEnvelope, Usage
+from app.api.health import HealthReport, ReadyReport, VersionReport
+from app.api.messages import Lenient
+from app.api.models import ModelCard, ModelList
+from app.api.protocol import ChatRequest
+
+JSON = "application/json"
+TEXT = "text/plain"
+EVENTS = "text/event-stream"
 REFERENCE = "#/components/schemas/{model}"
 
 
-def describe_bodies(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> None:
-    """Add the JSON body of each POST path to the document that `app.openapi()` makes."""
+class Delta(Lenient):
+    """What is new in a choice."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: None = None
+
+
+class ChunkChoice(Lenient):
+    """One choice of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChunkTimings(AnswerTimings):
+    """Where the time went so far; `replays` comes with the last ones."""
+
+    replays: int | None = None
+
+
+class Prefill(Lenient):
+    """How many prompt tokens have gone through the chain."""
+
+    done: int
+    total: int
+
+
+class ChatChunk(Lenient):
+    """One `data:` frame of a stream that is neither an error nor `[DONE]`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: Literal["default"]
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    timings: ChunkTimings | None = None
+    replays: int | None = None
+    prefill: Prefill | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One operation: its body, its parameters, and its answers by media type."""
+
+    answers: Mapping[str, type[BaseModel] | None]
+    body: type[BaseModel] | None = None
+    parameters: tuple[Mapping[str, Any], ...] = ()
+    unavailable: type[BaseModel] = field(default=ErrorEnvelope)  # the body of a 503
+
+
+MODEL_ID = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "description": "An id or alias; it may hold slashes",
+    "schema": {"type": "string", "minLength": 1},
+}
+MODEL_QUERY = {
+    "name": "model",
+    "in": "query",
+    "description": "Ask about this model only",
+    "schema": {"type": "string"},
+}
+OPERATIONS: Mapping[tuple[str, str], Description] = {
+    (chat.PATH, "post"): Description({JSON: ChatCompletion, EVENTS: ChatChunk}, body=ChatRequest),
+    (models.PATH, "get"): Description({JSON: ModelList}),
+    ("/v1/models/{model}", "get"): Description({JSON: ModelCard}, parameters=(MODEL_ID,)),
+    ("/health", "get"): Description({JSON: HealthReport}, unavailable=HealthReport),
+    ("/ready", "get"): Description({JSON: ReadyReport}, parameters=(MODEL_QUERY,), unavailable=ReadyReport),
+    ("/version", "get"): Description({JSON: VersionReport}),
+    ("/metrics", "get"): Description({TEXT: None}),
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Complete the document that `app.openapi()` makes."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = build()
+        for (path, method), description in OPERATIONS.items():
+            document["paths"][path][method] |= _operation(description)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for path, model in bodies.items():
+        for model in _models():
             schema = model.model_json_schema(ref_template=REFERENCE)
             schemas |= schema.pop("$defs", {})
             schemas[model.__name__] = schema
-            reference = {"$ref": REFERENCE.format(model=model.__name__)}
-            content = {"application/json": {"schema": reference}}
-            document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _operation(description: Description) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "responses": {
+            "200": _answer("The answer", description.answers),
+            "4XX": _answer("The request is wrong; `param` names the field", {JSON: ErrorEnvelope}),
+            "503": _answer("Not now", {JSON: description.unavailable}),
+            "5XX": _answer("The request cannot be served", {JSON: ErrorEnvelope}),
+        }
+    }
+    if description.parameters:
+        operation["parameters"] = [dict(parameter) for parameter in description.parameters]
+    if description.body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {JSON: {"schema": _schema(description.body)}},
+        }
+    return operation
+
+
+def _answer(text: str, by_type: Mapping[str, type[BaseModel] | None]) -> dict[str, Any]:
+    return {
+        "description": text,
+        "content": {media_type: {"schema": _schema(model)} for media_type, model in by_type.items()},
+    }
+
+
+def _schema(model: type[BaseModel] | None) -> dict[str, Any]:
+    return {"type": "string"} if model is None else {"$ref": REFERENCE.format(model=model.__name__)}
+
+
+def _models() -> list[type[BaseModel]]:
+    named: list[type[BaseModel]] = [ErrorEnvelope]
+    for description in OPERATIONS.values():
+        parts = (description.body, description.unavailable, *description.answers.values())
+        named += [model for model in parts if model is not None]
+    return list(dict.fromkeys(named))

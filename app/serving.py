@@ -42,7 +42,7 @@ async def run_gateway(
     gateway.is_loading = True
     listening = list(sockets) if sockets is not None else [_bind(settings)]
     host, port = listening[0].getsockname()[:2]
-    async with _served(serve_config(app, settings), listening):
+    async with _served(serve_config(app, settings), listening) as serving:
         loop = asyncio.get_running_loop()
 
         def tell_progress(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -67,24 +67,28 @@ async def run_gateway(
                 }
             )
             try:
-                await asyncio.get_running_loop().create_future()  # until cancelled
+                await asyncio.wait({serving})  # until cancelled
+                serving.result()
+                raise RuntimeError("the HTTP server ended by itself")
             finally:
                 await gateway.drain()
     on_event({"event": "stopped"})
 
 
 @contextlib.asynccontextmanager
-async def _served(config: uvicorn.Config, sockets: list[socket.socket]) -> AsyncIterator[None]:
+async def _served(config: uvicorn.Config, sockets: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
     """Run uvicorn inside; stop it on the way out. Signals stay with whoever started us."""
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server._serve(sockets))  # `serve` would take the signals
     try:
-        yield
+        yield serving
     finally:
         server.should_exit = True
-        await serving
-        for sock in sockets:
-            sock.close()
+        try:
+            await serving
+        finally:
+            for sock in sockets:
+                sock.close()
 
 
 def _bind(settings: GatewaySettings) -> socket.socket:

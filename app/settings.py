@@ -96,7 +96,8 @@ def is_loopback_host(host: str) -> bool:
 
 def parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the address that `host` spells, with or without brackets; None for a name."""
+    is_bracketed = host.startswith("[") and host.endswith("]")
     try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        return ipaddress.ip_address(host[1:-1] if is_bracketed else host)
     except ValueError:
         return None

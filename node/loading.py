@@ -39,7 +39,7 @@ class LoadedSlice:
     bytes_read: int
 
 
-class LoadStopped(Exception):  # noqa: N818 - not an error: whoever waited for the load has gone
+class LoadStopped(Exception):
     """Raised inside a load to end it early."""
 
 

@@ -10,22 +10,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
 
 from routing import sealing
+from routing.answers import ChainTimes, SentStep, check_answer
+from routing.blame import Blame, Trouble
 from routing.errors import ErrorCode, LinkError, NoRouteError, RemoteError, WorkError, remote_error
 from routing.link import Link
+from routing.opening import ChainOptions, RouteKeys, opening_of, wires_of
+from routing.recorded import RecordedStep, Recording
+from routing.switch import Switch
 from routing.types import (
     Answer,
     Buffer,
     Cancel,
     Failure,
-    Hop,
-    HopEntry,
     NodeId,
-    Open,
     Route,
     SessionId,
     Step,
@@ -36,109 +37,29 @@ from routing.types import (
 
 logger = logging.getLogger(__name__)
 
-SUSPECT_AFTER_S = (
-    2.0  # silence on a watched link that is a reason to re-route, nothing more (transport.md, 5.6)
-)
+# Silence on a watched link that is a reason to re-route, nothing more (transport.md, 5.6).
+SUSPECT_AFTER_S = 2.0
 SUSPECT_POLL_S = 0.25
-MAX_ATTEMPTS = 8  # routes tried per answer: a swarm that loses more nodes in one answer will not finish it
-CANCEL_TIMEOUT_S = (
-    1.0  # a stuck link must not hold up the others; its node frees the session when the link dies
+REACH_LAST_S = 1.0  # a link for direct return is a gain, not a need; one that comes later is used too
+RETURN_GRACE_S = (
+    1.0  # a node that was restarted, or whose link was cut, is back within the second (transport.md, 4)
 )
-IDLE_TIMEOUT_S = 120
-
-# A node that failed so is asked again; any other failure that a replay can mend leaves the node out.
-SAME_NODE_MAY_RETRY = {ErrorCode.NO_SESSION, ErrorCode.STEP}
-REPLAY_MENDS = SAME_NODE_MAY_RETRY | {
-    ErrorCode.TIMEOUT,
-    ErrorCode.LINK_LOST,
-    ErrorCode.KEEPALIVE,
-    ErrorCode.HANDSHAKE,
-    ErrorCode.ID_MISMATCH,
-    ErrorCode.CERTIFICATE_EXPIRED,
-    ErrorCode.NETWORK,
-    ErrorCode.HOP_LOST,
-    ErrorCode.NO_SLICE,
-    ErrorCode.BUSY,
-    ErrorCode.COMPUTE,
-    ErrorCode.CANCELLED,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ChainOptions:
-    """What a session needs of its route, the same for every hop and every replay."""
-
-    max_positions: int
-    wire: WireDtype | None = None  # None: the dtype each slice computes in
-    takes_token_ids: bool = False  # thin mode: the first hop embeds
-    runs_closing: bool = False  # thin mode: the last hop keeps the head
-    sampling: dict[str, Any] | None = field(default=None, repr=False)
-    trace: bool = True
-    tenant: bytes = b""
-
-
-@dataclass(slots=True)
-class ChainTimes:
-    """Where the time of a chain's answered steps went, in seconds, summed over hops."""
-
-    elapsed_s: float = 0.0
-    compute_s: float = 0.0
-    queue_s: float = 0.0
-    crypto_s: float = 0.0
-    steps: int = 0
-
-    @property
-    def network_s(self) -> float:
-        """What is left of the elapsed time: links, loops and wake-ups."""
-        return max(0.0, self.elapsed_s - self.compute_s - self.queue_s - self.crypto_s)
-
-
-@dataclass(slots=True)
-class RecordedStep:
-    """A step as it was sent, kept for a replay. `number` is its step number on the present route."""
-
-    position: int
-    rows: int
-    payload: Buffer = field(repr=False)
-    want: Want
-    want_rows: tuple[int, ...]
-    number: int = 0
-    sent_at: float = 0.0
-    answer: asyncio.Future[Answer] | None = None
-
-    @property
-    def end(self) -> int:
-        return self.position + self.rows
-
-
-class Switch(Protocol):
-    """What a chain needs of the gateway's links: to reach nodes, and to hear of answers and losses."""
-
-    @property
-    def gateway_id(self) -> NodeId:
-        """The identity that nodes see behind the gateway's links."""
-
-    def register(self, chain: Chain) -> None:
-        """Give this chain the answers, failures and losses that concern it."""
-
-    def forget(self, chain: Chain) -> None:
-        """Stop doing so."""
-
-    async def reach(self, hop: Hop) -> Link:
-        """A live link to the node of `hop`; raises RemoteError."""
-
-    def live_link(self, node_id: NodeId) -> Link | None:
-        """A link that is up now, without dialling."""
-
-    def note_loss(self, node_id: NodeId) -> None:
-        """A node was found gone or silent."""
+RETURN_POLL_S = 0.05
+SMALL_BYTES = 64 << 10  # a step of this size is not worth waiting for its leaving; the answer is waited for
+# A replay waits for a sign of every so many steps, two windows on their way: a node queues what it is sent.
+REPLAY_STEPS = 32
+REPLAY_BYTES = 8 << 20
+MAX_TEXT = 200  # characters of what a node says about a failure
 
 
 Replan = Callable[[frozenset[NodeId], Route | None], Route]
 
 
 class Chain:
-    """One session over one route at a time; `epoch` counts the routes it has had."""
+    """One session over one route at a time; `epoch` counts the routes it has had.
+
+    One task at a time sends and waits; `close` may come from any.
+    """
 
     def __init__(
         self, switch: Switch, replan: Replan, options: ChainOptions, *, new_secret: Callable[[int], bytes]
@@ -154,40 +75,34 @@ class Chain:
         self.epoch = 0
         self.replays = 0
         self.times = ChainTimes()
-        self._attempts = 0
-        self._recorded: list[RecordedStep] = []
+        self._recording = Recording()
+        self._sent: dict[int, SentStep] = {}  # by step number, of the present route, answers due
         self._last_number = 0
-        self._excluded: set[NodeId] = set()
-        self._trouble: asyncio.Future[RemoteError] | None = None
+        self._wires: tuple[WireDtype, ...] = ()  # into each hop, and back
+        self._blame = Blame()
+        self._trouble: asyncio.Future[Trouble] | None = None
         self._links: list[Link | None] = []
+        self._holders: set[NodeId] = set()  # nodes that may hold the session and were not told to free it
         self._watches = contextlib.ExitStack()
+        self._is_closed = False
 
     @property
     def first_wire(self) -> WireDtype:
-        """The element type that the first hop takes."""
-        return self._wire_of(0)
-
-    @property
-    def last_wire(self) -> WireDtype:
-        """The element type of the hidden states that the last hop returns."""
-        assert self.route is not None
-        return self._wire_of(len(self.route.hops))
+        """The element type that the first hop takes. Other routes keep it, if their first hop speaks it."""
+        return self._wires[0]
 
     @property
     def num_recorded(self) -> int:
         """Steps that a replay would repeat."""
-        return len(self._recorded)
+        return len(self._recording)
 
-    async def open(self) -> None:
-        """Plan and open the first route. Raises NoRouteError or RemoteError."""
+    async def open(self, *, deadline_s: float | None = None) -> None:
+        """Plan and open the first route. Raises NoRouteError, RemoteError, or WorkError DEADLINE."""
         self._switch.register(self)
-        while True:
-            try:
-                await self._open_route()
-            except RemoteError as error:
-                self._give_up_unless_mendable(error)
-            else:
-                return
+        async with _within(deadline_s):
+            trouble = await self._try_route()
+            if trouble is not None:
+                await self._recover(trouble)
 
     async def send(
         self,
@@ -199,35 +114,38 @@ class Chain:
         want_rows: Sequence[int] = (),
         deadline_s: float | None = None,
     ) -> RecordedStep:
-        """Send one step; a position below what was sent before rolls the session back first."""
-        self._roll_back(position)
-        answer = None if want is Want.NONE else asyncio.get_running_loop().create_future()
-        recorded = RecordedStep(position, rows, payload, want, tuple(want_rows), answer=answer)
-        self._recorded.append(recorded)
+        """Send one step; a position below what was sent before rolls the session back first.
+
+        `payload` is in `first_wire`. What fails is told by `answer`; raises WorkError DEADLINE.
+        """
+        until = None if deadline_s is None else time.monotonic() + deadline_s
+        recorded = RecordedStep(position, rows, payload, self.first_wire, want, tuple(want_rows), until)
+        if want is not Want.NONE:
+            recorded.answer = asyncio.get_running_loop().create_future()
+        self._recording.add(recorded)
         if self._trouble is not None and not self._trouble.done():  # else the replay will send it
-            try:
-                await self._send_recorded(recorded, deadline_s)
-            except RemoteError as error:
-                self._note_trouble(error)
+            async with _within(deadline_s if len(payload) > SMALL_BYTES else None):
+                try:
+                    await self._send_recorded(recorded, want)
+                except RemoteError as error:
+                    self._note_trouble(self._seen(error, 0))
         return recorded
 
     async def answer(self, recorded: RecordedStep, *, deadline_s: float | None = None) -> Answer:
-        """Wait for the answer of a sent step, over as many routes as it takes.
+        """Wait for the answer of a sent step, over as many routes as it takes. It is handed out once.
 
         Raises NoRouteError when no replica is left, WorkError DEADLINE when the time is over, or the RemoteError
         that no replay can mend.
         """
-        assert recorded.answer is not None
-        until = None if deadline_s is None else time.monotonic() + deadline_s
-        while True:
-            try:
-                async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):
-                    trouble = await self._answer_or_trouble(recorded.answer)
-                    if trouble is None:
-                        return recorded.answer.result()
-                    await self._recover(trouble)
-            except TimeoutError:
-                raise WorkError(ErrorCode.DEADLINE, "the step took longer than its deadline") from None
+        answer = recorded.answer
+        assert answer is not None
+        async with _within(deadline_s):
+            while (trouble := await self._or_trouble(answer)) is not None:
+                await self._recover(trouble)
+        recorded.answer = (
+            None  # what was handed out is not kept: a long session's answers are as large as its steps
+        )
+        return answer.result()
 
     async def step(
         self, payload: Buffer, *, position: int, rows: int, deadline_s: float | None = None
@@ -237,258 +155,312 @@ class Chain:
         return await self.answer(recorded, deadline_s=deadline_s)
 
     async def close(self) -> None:
-        """Free the session on every node: down the chain, and directly wherever there is a link."""
+        """Free the session on every node: down the chain, and directly wherever there is a link. Never waits."""
+        self._is_closed = True
         self._switch.forget(self)
         self._watches.close()
-        if self._trouble is not None:
-            self._trouble.cancel()
-        if self.route is not None:
-            await self._cancel(self.route.hops, self.epoch)
+        closed = WorkError(ErrorCode.CANCELLED, "the session was closed")
+        self._note_trouble(Trouble(closed, is_seen=True))
+        self._cancel(self._holders, self.epoch)
 
     # What the switch tells ------------------------------------------------------------------------------------
 
-    def take_answer(self, answer: Answer) -> None:
-        """An answer arrived; one of an older route, or one already given, is dropped."""
-        recorded = next((r for r in reversed(self._recorded) if r.number == answer.step), None)
-        if (
-            answer.epoch != self.epoch
-            or recorded is None
-            or recorded.answer is None
-            or recorded.answer.done()
-        ):
+    def take_answer(self, peer_id: NodeId, answer: Answer) -> None:
+        """An answer arrived; one of an older route, already given, or not from the last hop is dropped."""
+        if answer.epoch != self.epoch or not self._may_answer(peer_id, answer):
             return
-        if StepFlag.SEALED in answer.flags:
-            try:
+        sent = self._sent.pop(answer.step, None)
+        if sent is None:
+            return
+        try:
+            if StepFlag.SEALED in answer.flags:
                 answer = sealing.open_answer(self._answer_key, answer)
-            except RemoteError as error:
-                self._note_trouble(error)
-                return
-        self._add_times(answer, recorded)
-        recorded.answer.set_result(answer)
+            check_answer(answer, sent)
+        except RemoteError as error:
+            self._note_trouble(self._seen(error, self._hop_of(peer_id)))
+            return
+        if sent.echo is not None and not sent.echo.done():
+            sent.echo.set_result(None)
+        recorded = sent.recorded
+        if recorded.answer is not None and not recorded.answer.done():
+            self.times.add(answer, sent, time.perf_counter())
+            self._blame.note_progress()
+            recorded.wire_back = sent.wire_back
+            recorded.answer.set_result(answer)
 
-    def take_failure(self, failure: Failure) -> None:
-        """A hop says that a step or the session failed there."""
-        if failure.epoch == self.epoch:
-            error = remote_error(failure.code, failure.text, hop=failure.hop, retry_ms=failure.retry_ms)
-            self._note_trouble(error)
+    def take_failure(self, peer_id: NodeId, failure: Failure) -> None:
+        """A hop says that a step or the session failed there. It may blame itself and those after it."""
+        sender = self._hop_of(peer_id)
+        if failure.epoch != self.epoch or sender is None or self.route is None:
+            return
+        hop = failure.hop if sender <= failure.hop < len(self.route.hops) else sender
+        error = remote_error(failure.code, _printable(failure.text), hop=hop, retry_ms=failure.retry_ms)
+        before = self._node_at(hop - 1) if error.code is ErrorCode.HOP_LOST and hop else None
+        self._note_trouble(Trouble(error, is_seen=False, node_id=self._node_at(hop), before=before))
 
-    def take_link_loss(self, node_id: NodeId, error: RemoteError | None) -> None:
-        """A link of ours to a node is gone; it matters if the node is on the route."""
-        hop = self._hop_of(node_id)
+    def take_link_loss(self, link: Link, error: RemoteError | None) -> None:
+        """A link of ours is gone; it matters if the route uses it."""
+        hop = next((index for index, own in enumerate(self._links) if own is link), None)
         if hop is not None:
             text = "the node's link closed" if error is None else error.text
-            self._note_trouble(LinkError(ErrorCode.LINK_LOST, text, hop=hop))
+            self._note_trouble(self._seen(LinkError(ErrorCode.LINK_LOST, text), hop))
 
     # Opening --------------------------------------------------------------------------------------------------
 
     async def _open_route(self) -> None:
-        previous = self.route
+        route = await self._next_route()
         self._watches.close()
-        self.route = self._replan(frozenset(self._excluded), previous)
+        self._links = []
+        self.route = route
         self.epoch += 1
         self._trouble = asyncio.get_running_loop().create_future()
         self._answer_key = self._new_secret(32)
+        self._sent.clear()
         self._last_number = 0
-        if previous is not None:
-            await self._cancel(_left_hops(previous, self.route), self.epoch - 1)
-        if not self.route.hops:
-            return
-        self._links = [await self._reach(index) for index in range(len(self.route.hops))]
-        entries = tuple(self._sealed_entry(index) for index in range(len(self.route.hops)))
-        for link in self._links:
+        nodes = {hop.address.node_id for hop in route.hops}
+        self._cancel(self._holders - nodes, self.epoch - 1)
+        self._holders = nodes
+        self._wires = wires_of(route, self._options, self._wires[0] if self._wires else None)
+        links = [await self._reach(index) for index in range(len(route.hops))]
+        if self._is_closed:
+            raise WorkError(ErrorCode.CANCELLED, "the session was closed")
+        first = links[0]
+        assert first is not None
+        self._links = links
+        for link in links:
             if link is not None:
                 self._watches.enter_context(link.watch())
-        first = self._links[0]
-        assert first is not None
-        await first.send(Open(self.session_id, self.epoch, 0, entries))
+        keys = RouteKeys(
+            self.session_id, self.epoch, self._switch.gateway_id, self._route_key, self._answer_key
+        )
+        first.post(opening_of(route, self._wires, self._options, keys))
+
+    async def _next_route(self) -> Route:
+        """Plan, and give nodes that just failed a moment if they are needed again. Raises NoRouteError."""
+        while True:
+            now = time.monotonic()
+            route = self._plan(now)
+            pause_s = self._blame.pause_s(route, now)
+            if pause_s <= 0:
+                return route
+            await asyncio.sleep(pause_s)
+
+    def _plan(self, now: float) -> Route:
+        missing: NoRouteError | None = None
+        for excluded in self._blame.exclusions(now):
+            try:
+                return self._replan(excluded, self.route)
+            except NoRouteError as error:
+                missing = error
+        assert missing is not None
+        raise missing
 
     async def _reach(self, index: int) -> Link | None:
         """The first hop must be reached, the last should be (direct return); others only if a link is there."""
         assert self.route is not None
         hop = self.route.hops[index]
-        try:
-            if index in (0, len(self.route.hops) - 1):
-                return await self._switch.reach(hop)
-            return self._switch.live_link(hop.address.node_id)
-        except RemoteError as error:
-            if index:
-                return None  # it answers down the chain
-            error.hop = 0
-            raise
-
-    def _sealed_entry(self, index: int) -> bytes:
-        assert self.route is not None
-        hops, options = self.route.hops, self._options
-        is_last = index == len(hops) - 1
-        runs_closing = options.runs_closing and is_last
-        entry = HopEntry(
-            route_key=self._route_key,
-            hop=index,
-            num_hops=len(hops),
-            gateway_id=self._switch.gateway_id,
-            model_digest=hops[index].offer.model_digest,
-            start=hops[index].spec.start,
-            end=hops[index].spec.end,
-            wire_in=self._wire_of(index),
-            wire_out=self._wire_of(index + 1),
-            max_positions=options.max_positions,
-            idle_timeout_s=IDLE_TIMEOUT_S,
-            next_hop=None if is_last else hops[index + 1].address,
-            answer_key=self._answer_key if is_last else b"",
-            run_opening=options.takes_token_ids and index == 0,
-            run_closing=runs_closing,
-            sampling=options.sampling if runs_closing else None,
-            tenant=options.tenant,
-        )
-        return sealing.seal_entry(
-            entry, hops[index].seal_key, sealing.entry_aad(self.session_id, self.epoch, index)
-        )
-
-    def _wire_of(self, index: int) -> WireDtype:
-        """What travels into hop `index`; `len(hops)` is what the last hop returns."""
-        assert self.route is not None
-        hops = self.route.hops
-        if index == 0 and self._options.takes_token_ids:
-            return WireDtype.INT32
-        hop = hops[min(index, len(hops) - 1)]
-        wanted = self._options.wire or hop.offer.dtype
-        return wanted if wanted in hop.dtypes else WireDtype.FLOAT32
+        if index == 0:
+            return await self._switch.reach(hop)
+        if index == len(self.route.hops) - 1:
+            with contextlib.suppress(RemoteError, TimeoutError):  # else it answers up the chain
+                async with asyncio.timeout(REACH_LAST_S):
+                    return await self._switch.reach(hop)
+        return self._switch.live_link(hop.address.node_id)
 
     # Sending and waiting --------------------------------------------------------------------------------------
 
-    async def _send_recorded(self, recorded: RecordedStep, deadline_s: float | None) -> None:
-        first = self._links[0] if self._links else None
-        if first is None:
-            return
-        flags = StepFlag.TRACE if self._options.trace and recorded.want is not Want.NONE else StepFlag.NONE
-        if self._options.takes_token_ids:
-            flags |= StepFlag.TOKEN_IDS
+    async def _send_recorded(self, recorded: RecordedStep, want: Want, *, echoes: bool = False) -> SentStep:
+        """Number and send a step, wanting back what `want` says. Raises RemoteError."""
+        assert self.route is not None
+        recorded.widen_to(self.first_wire)
+        want_rows = recorded.want_rows if want is recorded.want else ()
         self._last_number += 1
-        recorded.number = self._last_number
-        recorded.sent_at = time.perf_counter()
-        step = Step(
-            self.session_id,
-            self.epoch,
-            recorded.number,
-            recorded.position,
-            recorded.rows,
-            recorded.payload,
-            recorded.want,
-            recorded.want_rows,
-            flags,
-            0 if deadline_s is None else max(1, int(deadline_s * 1000)),
+        sent = SentStep(
+            recorded,
+            recorded.wanted if want is recorded.want else (),
+            self._options.runs_closing,
+            self._wires[-1],
+            self._options.hidden_size or self.route.hops[-1].offer.hidden_size,
+            len(self.route.hops),
+            time.perf_counter(),
+            asyncio.get_running_loop().create_future() if echoes else None,
         )
-        await first.send(step)
+        flags = StepFlag.TOKEN_IDS if self._options.takes_token_ids else StepFlag.NONE
+        if want is not Want.NONE:
+            self._sent[self._last_number] = sent
+            flags |= StepFlag.TRACE if self._options.trace else StepFlag.NONE
+        await self._post(
+            Step(
+                self.session_id,
+                self.epoch,
+                self._last_number,
+                recorded.position,
+                recorded.rows,
+                recorded.payload,
+                want,
+                want_rows,
+                flags,
+                recorded.left_ms(time.monotonic()),
+            )
+        )
+        return sent
 
-    async def _answer_or_trouble(self, answer: asyncio.Future[Answer]) -> RemoteError | None:
-        assert self._trouble is not None
-        waits: set[asyncio.Future[Any]] = {answer, self._trouble}
-        while not answer.done() and not self._trouble.done():
-            await asyncio.wait(waits, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done() and not self._trouble.done():
+    async def _post(self, step: Step) -> None:
+        """Hand a step to the first link; wait until a large one has left, unless the route gets into trouble."""
+        first = self._links[0]
+        assert first is not None
+        if len(step.payload) <= SMALL_BYTES:
+            first.post(step)
+            return
+        sending = asyncio.ensure_future(first.send(step))
+        try:
+            if await self._or_trouble(sending) is None:
+                sending.result()
+        finally:
+            if not sending.done():
+                sending.cancel()  # takes back what has not left
+                await asyncio.gather(sending, return_exceptions=True)
+
+    async def _or_trouble(self, future: asyncio.Future[Any]) -> Trouble | None:
+        """Wait for a future, or for trouble on this route; look out for silent nodes meanwhile."""
+        trouble = self._trouble
+        assert trouble is not None
+        while not future.done() and not trouble.done():
+            asked_at = time.monotonic()
+            await asyncio.wait({future, trouble}, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            was_stopped = time.monotonic() - asked_at > 2 * SUSPECT_POLL_S  # then it was us who were silent
+            if not future.done() and not trouble.done() and not was_stopped:
                 self._suspect_the_silent()
-        return None if answer.done() else self._trouble.result()
+        return None if future.done() else trouble.result()
 
     def _suspect_the_silent(self) -> None:
         """Leave a silent node if another route exists; without one, wait for its link to be declared dead."""
-        for index, link in enumerate(self._links):
-            if link is None or link.silent_for_s < SUSPECT_AFTER_S:
+        for hop, link in enumerate(self._links):
+            if link is None or link.is_closed or link.silent_for_s < SUSPECT_AFTER_S:
                 continue
             try:
-                self._replan(frozenset(self._excluded | {link.peer_id}), self.route)
+                self._replan(self._blame.avoided(time.monotonic()) | {link.peer_id}, self.route)
             except NoRouteError:
                 continue
-            self._note_trouble(LinkError(ErrorCode.TIMEOUT, "the node is silent", hop=index))
+            self._note_trouble(self._seen(LinkError(ErrorCode.TIMEOUT, "the node is silent"), hop))
             return
 
-    def _note_trouble(self, error: RemoteError) -> None:
+    def _note_trouble(self, trouble: Trouble) -> None:
         if self._trouble is not None and not self._trouble.done():
-            self._trouble.set_result(error)
+            self._trouble.set_result(trouble)
+
+    def _seen(self, error: RemoteError, hop: int | None) -> Trouble:
+        """Trouble that we noticed ourselves, with the node at `hop`."""
+        error.hop = hop if error.hop is None else error.hop
+        node_id = None if error.hop is None else self._node_at(error.hop)
+        is_link_lost = error.code in (ErrorCode.LINK_LOST, ErrorCode.KEEPALIVE)
+        is_up = is_link_lost and node_id is not None and self._switch.live_link(node_id) is not None
+        return Trouble(error, is_seen=True, node_id=node_id, is_node_up=is_up)
 
     # Recovery -------------------------------------------------------------------------------------------------
 
-    async def _recover(self, trouble: RemoteError) -> None:
-        """Open another route and repeat every recorded step, with the row counts it had."""
-        while True:
-            self._give_up_unless_mendable(trouble)
-            if trouble.retry_ms:
-                await asyncio.sleep(trouble.retry_ms / 1000)
-            logger.info(
-                "session %s: replay %d after %s", self.session_id.hex()[:8], self.replays, trouble.code.name
-            )
-            try:
-                await self._open_route()
-                for recorded in tuple(self._recorded):
-                    await self._send_recorded(self._for_replay(recorded), None)
-            except RemoteError as error:
-                trouble = error
-            else:
-                self.replays += 1
-                return
+    async def _recover(self, trouble: Trouble | None) -> None:
+        """Open other routes, and repeat every recorded step with the row counts it had, until one holds."""
+        until = time.monotonic() + RETURN_GRACE_S
+        while trouble is not None:
+            self._judge(trouble)
+            while True:
+                try:
+                    trouble = await self._try_route()
+                    break
+                except NoRouteError:
+                    self._raise_if_barred()
+                    if time.monotonic() > until:
+                        raise
+                    await asyncio.sleep(RETURN_POLL_S)
+        self.replays += 1 if self._recording else 0
 
-    def _for_replay(self, recorded: RecordedStep) -> RecordedStep:
-        """An answered step is repeated for its keys and values only, or, where the last hop draws, for its history."""
-        is_answered = recorded.answer is None or recorded.answer.done()
-        if is_answered and not self._options.runs_closing:
-            return replace(recorded, want=Want.NONE, want_rows=())
-        return recorded
-
-    def _give_up_unless_mendable(self, error: RemoteError) -> None:
-        self._attempts += 1
-        if error.code not in REPLAY_MENDS or self._attempts > MAX_ATTEMPTS:
-            raise error
-        if error.code in SAME_NODE_MAY_RETRY or self.route is None:
-            return
-        index = error.hop if error.hop is not None and error.hop < len(self.route.hops) else 0
-        node_id = self.route.hops[index].address.node_id
-        self._excluded.add(node_id)
-        if error.code not in {ErrorCode.BUSY, ErrorCode.COMPUTE}:
-            self._switch.note_loss(node_id)
+    async def _try_route(self) -> Trouble | None:
+        """Open the next route and repeat what is recorded; returns what went wrong. Raises NoRouteError."""
         try:
-            self._replan(frozenset(self._excluded), self.route)
-        except NoRouteError:
-            if error.code in {ErrorCode.BUSY, ErrorCode.COMPUTE}:
-                raise error from None  # the node is there: say what it said, not that nobody serves the layers
-            raise
+            await self._open_route()
+            return await self._replay()
+        except RemoteError as error:
+            return self._seen(error, 0)
 
-    def _roll_back(self, position: int) -> None:
-        """Forget recorded rows at or after `position`: the step that comes overwrites them."""
-        while self._recorded and self._recorded[-1].position >= position:
-            self._recorded.pop()
-        if self._recorded and self._recorded[-1].end > position:
-            last = self._recorded[-1]
-            row_bytes = len(last.payload) // last.rows
-            last.rows = position - last.position
-            last.payload = memoryview(last.payload)[: last.rows * row_bytes]
+    async def _replay(self) -> Trouble | None:
+        """Repeat the recorded steps, never more than two windows ahead of the last hop."""
+        waiting: asyncio.Future[None] | None = None
+        num_steps = num_bytes = 0
+        for recorded in self._recording:
+            num_steps, num_bytes = num_steps + 1, num_bytes + len(recorded.payload)
+            is_border = num_steps >= REPLAY_STEPS or num_bytes >= REPLAY_BYTES
+            want = self._replayed_want(recorded)
+            if want is Want.NONE and is_border:
+                want = Want.LIST  # of no rows: an acknowledgement
+            sent = await self._send_recorded(recorded, want, echoes=is_border)
+            assert self._trouble is not None
+            if self._trouble.done():
+                return self._trouble.result()
+            if is_border:
+                if waiting is not None and (trouble := await self._or_trouble(waiting)) is not None:
+                    return trouble
+                waiting, num_steps, num_bytes = sent.echo, 0, 0
+        return None
 
-    async def _cancel(self, hops: Iterable[Hop], epoch: int) -> None:
-        """Free what `hops` hold for routes up to `epoch`; a node that is on a later route keeps its session."""
-        cancel = Cancel(
-            self.session_id, epoch, sealing.proof(self._route_key, b"cancel", self.session_id, epoch)
+    def _replayed_want(self, recorded: RecordedStep) -> Want:
+        """An answered step is repeated for its keys and values only, or, where the last hop draws, for its history."""
+        return Want.NONE if recorded.is_answered and not self._options.runs_closing else recorded.want
+
+    def _judge(self, trouble: Trouble) -> None:
+        """Draw the consequences. Raises the error when no other try can mend it."""
+        error = trouble.error
+        if self._is_closed:
+            raise error
+        self._blame.note(trouble, time.monotonic())
+        logger.info(
+            "session %s hop %s: another route after %s", self.session_id[:4].hex(), error.hop, error.code.name
         )
-        nodes = {hop.address.node_id for hop in hops}
-        links = [link for node_id in nodes if (link := self._switch.live_link(node_id)) is not None]
-        await asyncio.gather(*(self._send_cancel(link, cancel) for link in links))
+        node_id = trouble.node_id
+        if trouble.is_seen and node_id and not trouble.is_node_up and node_id not in self._blame.barred:
+            self._switch.note_loss(node_id)
 
-    async def _send_cancel(self, link: Link, cancel: Cancel) -> None:
-        with contextlib.suppress(RemoteError, TimeoutError):
-            async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                await link.send(cancel)
+    def _raise_if_barred(self) -> None:
+        """With no route left because of nodes that are there but cannot do it: say what they said."""
+        if self._blame.barred:
+            with contextlib.suppress(NoRouteError):
+                self._replan(frozenset(), self.route)
+                raise next(reversed(self._blame.barred.values())) from None
+
+    def _cancel(self, nodes: Iterable[NodeId], epoch: int) -> None:
+        """Free what `nodes` hold for routes up to `epoch`; a node that is on a later route keeps its session."""
+        proof = sealing.proof(self._route_key, b"cancel", self.session_id, epoch)
+        for node_id in nodes:
+            self._switch.deliver(node_id, Cancel(self.session_id, epoch, proof))
+
+    # Who is who -----------------------------------------------------------------------------------------------
+
+    def _node_at(self, hop: int) -> NodeId | None:
+        hops = self.route.hops if self.route else ()
+        return hops[hop].address.node_id if 0 <= hop < len(hops) else None
 
     def _hop_of(self, node_id: NodeId) -> int | None:
         hops = self.route.hops if self.route else ()
         return next((index for index, hop in enumerate(hops) if hop.address.node_id == node_id), None)
 
-    def _add_times(self, answer: Answer, recorded: RecordedStep) -> None:
-        times = self.times
-        times.steps += 1
-        times.elapsed_s += time.perf_counter() - recorded.sent_at
-        for trace in answer.traces:
-            times.compute_s += trace.compute_us / 1e6
-            times.queue_s += trace.queue_us / 1e6
-            times.crypto_s += trace.crypto_us / 1e6
+    def _may_answer(self, peer_id: NodeId, answer: Answer) -> bool:
+        """The last hop may; what comes up the chain is sealed by it, whoever passes it on."""
+        hop = self._hop_of(peer_id)
+        if self.route is None or hop is None:
+            return False
+        return hop == len(self.route.hops) - 1 or StepFlag.SEALED in answer.flags
 
 
-def _left_hops(previous: Route, route: Route) -> list[Hop]:
-    kept = {hop.address.node_id for hop in route.hops}
-    return [hop for hop in previous.hops if hop.address.node_id not in kept]
+@contextlib.asynccontextmanager
+async def _within(deadline_s: float | None) -> AsyncIterator[None]:
+    """Raise WorkError DEADLINE when what is inside takes longer."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError:
+        raise WorkError(ErrorCode.DEADLINE, "the answer took longer than its deadline") from None
+
+
+def _printable(text: str) -> str:
+    """What a node says, fit for a log."""
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_TEXT])

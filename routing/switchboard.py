@@ -6,19 +6,26 @@ nothing of what a step holds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 
-from routing.chain import Chain, ChainOptions
+from routing.chain import Chain
 from routing.directory import Directory
 from routing.endpoint import Endpoint
 from routing.errors import RemoteError
 from routing.link import Link
+from routing.opening import ChainOptions
 from routing.planner import RouteRequest, plan_route
-from routing.types import Answer, Description, Failure, Hop, Message, NodeId, Route, SessionId
+from routing.types import Answer, Cancel, Description, Failure, Hop, Message, NodeId, Route, SessionId
 
 logger = logging.getLogger(__name__)
+
+# Cancels kept for a node that cannot be reached. It may be stopped, and come back with its sessions; those that it
+# lost the gateway's link of expire there after two minutes anyway.
+MAX_OWED = 256
 
 
 @dataclass(slots=True)
@@ -29,6 +36,7 @@ class Switchboard:
     """
 
     _chains: dict[SessionId, Chain] = field(default_factory=dict)
+    _owed: dict[NodeId, deque[Cancel]] = field(default_factory=dict)
     _endpoint: Endpoint | None = None
     _directory: Directory | None = None
 
@@ -48,7 +56,9 @@ class Switchboard:
         """Chains that are open now."""
         return len(self._chains)
 
-    async def open_chain(self, request: RouteRequest, options: ChainOptions) -> Chain:
+    async def open_chain(
+        self, request: RouteRequest, options: ChainOptions, *, deadline_s: float | None = None
+    ) -> Chain:
         """Plan, open and register one session's chain. Raises NoRouteError or RemoteError."""
 
         def replan(excluded: frozenset[NodeId], previous: Route | None) -> Route:
@@ -56,7 +66,7 @@ class Switchboard:
 
         chain = Chain(self, replan, options, new_secret=secrets.token_bytes)
         try:
-            await chain.open()
+            await chain.open(deadline_s=deadline_s)
         except BaseException:  # a caller that left while the route was being opened, too
             await chain.close()
             raise
@@ -75,10 +85,18 @@ class Switchboard:
         self._chains.pop(chain.session_id, None)
 
     async def reach(self, hop: Hop) -> Link:
-        return self.live_link(hop.address.node_id) or await self._live_endpoint.dial(hop.address)
+        return await self._live_endpoint.dial(hop.address)  # a live link, if it is not silent
 
     def live_link(self, node_id: NodeId) -> Link | None:
         return next((link for link in self._live_endpoint.links_to(node_id) if not link.is_closed), None)
+
+    def deliver(self, node_id: NodeId, cancel: Cancel) -> None:
+        link = self.live_link(node_id)
+        if link is None:
+            self._owed.setdefault(node_id, deque(maxlen=MAX_OWED)).append(cancel)
+        else:
+            with contextlib.suppress(RemoteError):
+                link.post(cancel)
 
     def note_loss(self, node_id: NodeId) -> None:
         self.directory.note_loss(node_id)
@@ -89,10 +107,10 @@ class Switchboard:
         match message:
             case Answer():
                 if chain := self._chains.get(message.session_id):
-                    chain.take_answer(message)
+                    chain.take_answer(link.peer_id, message)
             case Failure():
                 if chain := self._chains.get(message.session_id):
-                    chain.take_failure(message)
+                    chain.take_failure(link.peer_id, message)
             case Description():
                 self.directory.note_description(link, message)
             case _:
@@ -101,14 +119,16 @@ class Switchboard:
                 )
 
     def on_link_up(self, link: Link) -> None:
-        """Nothing to do: whoever dialled goes on."""
+        """Say what could not be said while the node was away."""
+        for cancel in self._owed.pop(link.peer_id, ()):
+            with contextlib.suppress(RemoteError):
+                link.post(cancel)
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
-        if self.live_link(link.peer_id) is not None:
-            return  # another link to the same node is up; the session is not bound to this one alone
-        self.directory.note_loss(link.peer_id)
+        if self.live_link(link.peer_id) is None:
+            self.directory.note_loss(link.peer_id)
         for chain in tuple(self._chains.values()):
-            chain.take_link_loss(link.peer_id, error)
+            chain.take_link_loss(link, error)
 
     @property
     def _live_endpoint(self) -> Endpoint:
@@ -126,13 +146,6 @@ def _narrowed(request: RouteRequest, excluded: frozenset[NodeId], previous: Rout
         )
         hashes |= {n: offered[n] for n in range(hop.spec.start, hop.spec.end) if n in offered}
         forms.add(hop.offer.form)
-    return RouteRequest(
-        request.model_name,
-        request.model_digest,
-        request.spec,
-        request.needs_opening,
-        request.needs_closing,
-        request.excluded | excluded,
-        hashes or None,
-        frozenset(forms),
+    return replace(
+        request, excluded=request.excluded | excluded, known_hashes=hashes or None, forms=frozenset(forms)
     )

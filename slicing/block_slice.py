@@ -60,9 +60,9 @@ class BlockSlice:
         self.form = form
         self._call = _Call(0, 0, True, None, None)
         accepted = inspect.signature(type(model).forward).parameters
-        self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
+        self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
         self._takes_positions = "position_ids" in accepted
-        if self.cache_argument is None:
+        if self._cache_argument is None:
             raise CannotCut(f"the forward of {type(model).__name__} takes no key/value cache")
         embedding = embedding_weight(model)
         self._device = embedding.device
@@ -130,8 +130,8 @@ class BlockSlice:
         return _logits(self._forward(call, cache, position, rows, **self._dummy(rows)))
 
     def _forward(self, call: _Call, cache: KVCache, position: int, rows: int, **inputs: torch.Tensor) -> Any:
-        assert self.cache_argument is not None
-        inputs[self.cache_argument] = cache  # type: ignore[assignment]
+        assert self._cache_argument is not None
+        inputs[self._cache_argument] = cache  # type: ignore[assignment]
         if self._takes_positions:
             inputs["position_ids"] = torch.arange(position, position + rows, device=self._device).unsqueeze(0)
         self._call = call

@@ -19,7 +19,7 @@ DTYPES: dict[str, torch.dtype] = {
 def to_buffer(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
     """Bytes of `tensor` in `dtype`, row by row; no copy where dtype and device already fit."""
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    return memoryview(flat.view(torch.uint8).numpy().reshape(-1))
+    return flat.view(torch.uint8).numpy().reshape(-1).data
 
 
 def from_buffer(

@@ -6,7 +6,7 @@ nothing is read back from a layer, since a slice's first layers may stay empty f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class SlabLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.length = 0
         self.capacity = 0
+        self.size_bytes = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -115,6 +116,7 @@ class SlabLayer(CacheLayerMixin):
         self.keys = _enlarged(self.keys, key_states, self.length, capacity)
         self.values = _enlarged(self.values, value_states, self.length, capacity)
         self.capacity = capacity
+        self.size_bytes = self.keys.nbytes + self.values.nbytes
         self.is_initialized = True
 
 
@@ -168,13 +170,13 @@ class KVCache(Cache):
     @property
     def size_bytes(self) -> int:
         """Memory that the layers take, the room to grow included."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in _tensors_of(layer))
+        return sum(_size_bytes(layer) for layer in self.layers)
 
     @property
     def bytes_per_position(self) -> int:
         """What one more position takes in the layers used so far, in the long run."""
         slabs = [layer for layer in self.layers if isinstance(layer, SlabLayer) and layer.capacity]
-        return sum(tensor.nbytes // layer.capacity for layer in slabs for tensor in _tensors_of(layer))
+        return sum(layer.size_bytes // layer.capacity for layer in slabs)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -263,10 +265,12 @@ def _enlarged(old: torch.Tensor | None, like: torch.Tensor, length: int, capacit
     return new
 
 
-def _tensors_of(layer: Any) -> Sequence[torch.Tensor]:
+def _size_bytes(layer: Any) -> int:
+    if isinstance(layer, SlabLayer):
+        return layer.size_bytes
     values = [
         held
         for value in vars(layer).values()
         for held in (value.values() if isinstance(value, dict) else (value,))
     ]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -72,7 +72,7 @@ class PlainRunner:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
     ) -> PlainRunner:
         """Check that the model can be cut, then read the tensors of `parts`, and no others.
 
@@ -83,7 +83,13 @@ class PlainRunner:
         stack = find_stack(model)
         wanted = needed_parameters(stack, report.ends, parts)
         weights = load_parameters(
-            checkpoint, model, wanted, dtype=dtype, device=device, progress=progress, layer_of=stack.layer_of
+            checkpoint,
+            model,
+            wanted,
+            dtype=dtype,
+            device=device,
+            progress=progress or no_progress,
+            layer_of=stack.layer_of,
         )
         return cls(_on_device(model, device), parts, report, layer_hashes=weights.layer_hashes)
 

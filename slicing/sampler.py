@@ -27,6 +27,8 @@ MAX_BIASED_TOKENS = 1024
 SEED_BITS = 64
 
 Row = npt.NDArray[np.float32]  # logits [vocab]
+MIN_TEMPERATURE = 1e-5  # below, one token has all the probability anyway, and the exponentials overflow
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition; beyond, logits divided or multiplied by it overflow
 Weights = npt.NDArray[np.float64]  # probabilities times a constant, best first
 
 
@@ -50,7 +52,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the best token is taken and nothing is drawn."""
-        return self.temperature == 0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def cuts_by_mass(self) -> bool:
@@ -63,7 +65,7 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, 0, 2**31)
         _check_number("top_p", self.top_p, 0, 1, above_low=True)
         _check_number("min_p", self.min_p, 0, 1)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, above_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
         _check_number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
         _check_number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         _check_integer("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)

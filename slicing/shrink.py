@@ -6,8 +6,8 @@ its caller takes the first that a model can be built from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,18 +79,19 @@ HEAD_KEYS = (
 TOKEN_ID_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
 
 
-def small_configs(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
-    """Yield attempts at a miniature with the first `num_layers` layers, the smallest first."""
+def small_configs(config: PretrainedConfig, num_layers: int) -> Iterator[Callable[[], PretrainedConfig]]:
+    """Yield attempts at a miniature with the first `num_layers` layers, the smallest first.
+
+    Calling one makes the configuration; it raises whatever the class raises over sizes that do not fit.
+    """
     settings = config.to_dict()
-    total = config.get_text_config(decoder=True).num_hidden_layers
-    layer_key = config.get_text_config(decoder=True).attribute_map.get(
-        "num_hidden_layers", "num_hidden_layers"
-    )
+    text_config = config.get_text_config(decoder=True)
+    layer_key = text_config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    total = text_config.num_hidden_layers
     for layers in dict.fromkeys((num_layers, min(total, MAX_LAYERS))):
         for keeps_heads in (False, True):
             small = _shrink(settings, layer_key, total, layers, keeps_heads)
-            with suppress(Exception):  # whatever a foreign class raises over odd sizes
-                yield type(config).from_dict(small)
+            yield partial(type(config).from_dict, small)
 
 
 def num_layers_of_one_period(kinds: list[Any]) -> int:
@@ -117,7 +118,7 @@ def _shrink(
             small[key] = layers if key == layer_key else _shrink_number(key, value, keeps_heads)
         else:
             small[key] = value
-    _mend_ratios(small, settings)
+    _mend_ratios(small, settings, keeps_heads)
     return small
 
 
@@ -150,14 +151,16 @@ def _shrink_number(key: str, value: int, keeps_heads: bool) -> int:
     return value
 
 
-def _mend_ratios(small: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Keep grouped heads grouped: fewer key/value heads than heads stay fewer."""
-    for heads_key, kv_key in (
-        ("num_attention_heads", "num_key_value_heads"),
-        ("num_attention_heads", "num_kv_heads"),
-    ):
-        heads, kv_heads = settings.get(heads_key), settings.get(kv_key)
-        if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads < heads:
-            small[kv_key] = 1 if kv_heads == 1 else small[heads_key] // 2
-    if "mamba_d_ssm" in small and small["mamba_d_ssm"] is not None:
+def _mend_ratios(small: dict[str, Any], settings: dict[str, Any], keeps_heads: bool) -> None:
+    """Keep what hangs together: grouped heads stay grouped, and a width is a multiple of its heads' width."""
+    heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
+    if not isinstance(heads, int):
+        return
+    for key in ("num_key_value_heads", "num_kv_heads"):
+        kv_heads = settings.get(key)
+        if isinstance(kv_heads, int) and kv_heads < heads:
+            small[key] = 1 if kv_heads == 1 else small["num_attention_heads"] // 2
+    if keeps_heads and isinstance(width, int) and settings.get("head_dim") is None:
+        small["hidden_size"] = width // heads * small["num_attention_heads"]
+    if small.get("mamba_d_ssm") is not None:
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]

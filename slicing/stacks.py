@@ -54,7 +54,7 @@ def build_weightless(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError) as error:
         raise CannotCut(
-            f"transformers builds no causal language model from a {type(config).__name__}: {error}"
+            f"transformers builds no causal language model from a {type(config).__name__}: {first_line(error)}"
         ) from error
     model.tie_weights()
     _compute_buffers(model)
@@ -87,6 +87,11 @@ def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
     if not isinstance(weight, torch.Tensor):
         raise CannotCut(f"{type(model).__name__} has no table of input embeddings")
     return weight
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of a foreign error's text, which may run over pages."""
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def block_kinds(stack: BlockStack) -> list[tuple[object, ...]]:

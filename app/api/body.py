@@ -27,7 +27,11 @@ class BodyLimits:
 
 
 async def read_json_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """Return the body as a JSON object. Raises `ApiError` 400, 408 or 413."""
+    """Return the body as a JSON object. Raises `ApiError` 400, 408, 413 or 415."""
+    if {"content-length", "transfer-encoding"} <= set(request.headers):  # what smuggled requests look like
+        raise invalid(None, "the body has two lengths", code="invalid_http", headers=CLOSE)
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "unsupported_encoding", "send the body uncompressed", headers=CLOSE)
     try:
         async with asyncio.timeout(limits.timeout_s):
             raw = await _read(request, limits.size_bytes)

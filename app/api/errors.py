@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse
 from app.engine.merge import StoppedError
 from app.engine.request import ModelStatus, RequestError
 from routing.errors import ErrorCode, LinkError, NoRouteError, ProtocolError, RemoteError, SecurityError
+from slicing.errors import LogitsError
 
 MAX_MESSAGE = 500  # characters
 ROUTE_RETRY_S = 5  # a restarted node takes about this long to load a slice and be seen again
@@ -62,9 +63,15 @@ class ApiError(Exception):
         return JSONResponse(self.envelope(), status_code=self.status, headers=self.headers)
 
 
-def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
+def invalid(
+    param: str | None,
+    message: str,
+    *,
+    code: str | None = "invalid_value",
+    headers: Mapping[str, str] | None = None,
+) -> ApiError:
     """The caller's mistake in the field `param`."""
-    return ApiError(400, code, message, param=param)
+    return ApiError(400, code, message, param=param, headers=headers)
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -111,6 +118,8 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
             return invalid(None, "the request is not valid")
         case TimeoutError():
             return deadline_exceeded()
+        case LogitsError():
+            return ApiError(500, "compute_failed", "the model's output holds no token to choose")
         case StoppedError():
             return unavailable("shutting_down", "the gateway is shutting down", ROUTE_RETRY_S)
         case _:

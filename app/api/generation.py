@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from app.api.errors import ApiError, invalid
 from app.api.protocol import ChatRequest
@@ -71,8 +73,10 @@ def context_exceeded(engine: TextEngine, num_tokens: int | None = None) -> ApiEr
 
 async def _render(asked: ChatRequest, engine: TextEngine) -> tuple[int, ...]:
     messages = [message.for_template() for message in asked.messages]
-    num_chars = sum(len(part["text"]) for message in messages for part in message["content"])
-    if num_chars > engine.max_positions * engine.tokenizer.max_token_chars:
+    if (
+        _num_chars([messages, asked.template_variables])
+        > engine.max_positions * engine.tokenizer.max_token_chars
+    ):
         raise context_exceeded(engine)  # cannot fit, whatever its tokens: not worth minutes of encoding
     return await asyncio.to_thread(
         engine.tokenizer.render,
@@ -80,6 +84,19 @@ async def _render(asked: ChatRequest, engine: TextEngine) -> tuple[int, ...]:
         continue_final=asked.continues_text,
         variables=asked.template_variables,
     )
+
+
+def _num_chars(value: Any) -> int:
+    """Count the characters of all texts in messages; what a template leaves out is counted too."""
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(map(_num_chars, value.values()))
+        case list():
+            return sum(map(_num_chars, value))
+        case _:
+            return 0
 
 
 def _logit_bias(asked: ChatRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.engine.request import ModelStatus
+from app.api.messages import Lenient
+from app.engine.request import ModelState, ModelStatus
 from app.gateway import Gateway
+
+
+class HealthReport(Lenient):
+    """Whether the process takes requests."""
+
+    status: Literal["ok", "shutting_down"]
+
+
+class ModelReadiness(Lenient):
+    """Whether a whole route exists; ranges of layers are half-open."""
+
+    status: ModelState
+    layers: int
+    missing_layers: list[tuple[int, int]]
+
+
+class ReadyReport(Lenient):
+    """Whether every model can answer now."""
+
+    status: Literal["ready", "loading", "not_ready"]
+    models: dict[str, ModelReadiness]
+
+
+class VersionReport(Lenient):
+    """This software."""
+
+    name: str = "diffuse"
+    version: str
 
 
 class Health:
@@ -21,8 +50,8 @@ class Health:
     async def health(self, request: Request) -> Response:
         """Say whether this process takes requests: 200, or 503 once it is shutting down."""
         is_draining = self._gateway.is_draining
-        body = {"status": "shutting_down" if is_draining else "ok"}
-        return JSONResponse(body, status_code=503 if is_draining else 200)
+        report = HealthReport(status="shutting_down" if is_draining else "ok")
+        return JSONResponse(report.model_dump(), status_code=503 if is_draining else 200)
 
     async def ready(self, request: Request) -> Response:
         """Say whether every layer of every model (or of `?model=`) has a node: 200, or 503 with what is missing."""
@@ -31,15 +60,15 @@ class Health:
         statuses = {name: engine.coverage() for name, engine in engines.items()}
         is_whole = bool(statuses) and all(status.is_ready for status in statuses.values())
         is_ready = is_whole and not (self._gateway.is_draining or self._gateway.is_loading)
-        body = {
-            "status": "ready" if is_ready else "loading" if self._gateway.is_loading else "not_ready",
-            "models": {name: _describe(status) for name, status in statuses.items()},
-        }
-        return JSONResponse(body, status_code=200 if is_ready else 503)
+        report = ReadyReport(
+            status="ready" if is_ready else "loading" if self._gateway.is_loading else "not_ready",
+            models={name: _describe(status) for name, status in statuses.items()},
+        )
+        return JSONResponse(report.model_dump(), status_code=200 if is_ready else 503)
 
     async def version(self, request: Request) -> Response:
         """Name this software and its version."""
-        return JSONResponse({"name": "diffuse", "version": version("diffuse")})
+        return JSONResponse(VersionReport(version=version("diffuse")).model_dump())
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
@@ -47,9 +76,5 @@ class Health:
         return Response(metrics.render(), headers={"content-type": metrics.content_type})
 
 
-def _describe(status: ModelStatus) -> dict[str, Any]:
-    return {
-        "status": status.state,
-        "layers": status.num_layers,
-        "missing_layers": [list(span) for span in status.missing],
-    }
+def _describe(status: ModelStatus) -> ModelReadiness:
+    return ModelReadiness(status=status.state, layers=status.num_layers, missing_layers=list(status.missing))

@@ -63,7 +63,9 @@ def _as_parts(content: Any) -> Any:
 
 
 Parts = Annotated[list[ContentPart], Field(max_length=MAX_ITEMS)]
-Content = Annotated[Parts | None, BeforeValidator(_as_parts), Field(repr=False)]
+Content = Annotated[
+    Parts | None, BeforeValidator(_as_parts, json_schema_input_type=str | Parts | None), Field(repr=False)
+]
 
 
 class FunctionCall(Lenient):

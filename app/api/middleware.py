@@ -10,7 +10,6 @@ import hmac
 import re
 import secrets
 from collections.abc import Collection, Sequence
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +20,7 @@ from app.gateway import Gateway
 from app.settings import is_loopback_host, parse_ip
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+HOST = re.compile(r"(?P<name>\[[^\s@/?#\[\]]*\]|[^\s@/?#\[\]:]+)(:\d*)?")
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/docs", "/openapi.json"})
 METRICS_PATH = "/metrics"
 
@@ -93,7 +93,8 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._any:
             hosts = Headers(scope=scope).getlist("host")
-            if len(hosts) != 1 or not self._is_allowed(_bare(hosts[0])):
+            is_old_probe = not hosts and scope["http_version"] == "1.0"  # no browser sends such a request
+            if not is_old_probe and (len(hosts) != 1 or not self._is_allowed(_bare(hosts[0]))):
                 message = "this Host is not allowed here; name it in DIFFUSE_ALLOWED_HOSTS to allow it"
                 raise ApiError(403, "host_not_allowed", message)
         await self._app(scope, receive, send)
@@ -108,13 +109,12 @@ def _bare(host: str) -> str:
     """Return a `Host` value without port, brackets and case; "" when it is no host at all."""
     if host == "*":
         return host
-    address = parse_ip(host)
+    match = HOST.fullmatch(host.lower())
+    name = match["name"] if match else host  # an address of version 6 may come without its brackets
+    address = parse_ip(name)
     if address is not None:
         return str(address)
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
+    return name.rstrip(".") if match else ""
 
 
 class ApiKeys:
@@ -149,7 +149,7 @@ def _hash(key: str) -> bytes:
 
 
 class PathAliases:
-    """Serves each route with and without `/v1`, and with and without a slash at its end."""
+    """Serves each route with and without `/v1`, and with too many slashes between its steps or at its end."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         self._app = app
@@ -162,10 +162,9 @@ class PathAliases:
         await self._app(scope, receive, send)
 
     def _canonical(self, path: str) -> str:
-        path = path.rstrip("/") or "/"
-        steps = path.split("/")
-        if steps[1] in self._versioned:
-            return f"/v1{path}"
-        if steps[1] == "v1" and len(steps) > 2 and steps[2] in self._plain:
-            return path.removeprefix("/v1")
-        return path
+        steps = [step for step in path.split("/") if step]
+        if steps and steps[0] in self._versioned:
+            steps = ["v1", *steps]
+        elif len(steps) > 1 and steps[0] == "v1" and steps[1] in self._plain:
+            del steps[0]
+        return "/" + "/".join(steps)

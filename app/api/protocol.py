@@ -16,6 +16,8 @@ from app.api.errors import from_validation, invalid, unsupported
 from app.api.messages import Lenient, Messages, continues_last, refuse, refuse_order
 
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1000  # each is looked for at every character of the answer
+MAX_VARIABLES = 64  # flags for the chat template
 MAX_LOGIT_BIAS = 300
 MAX_NAME = 256  # characters of a model's name
 
@@ -59,8 +61,10 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
 TEMPLATE_RESERVED = frozenset(
     {
         "chat_template",
+        "self",
         "messages",
         "conversation",
+        "conversations",
         "tools",
         "documents",
         "tokenize",
@@ -76,9 +80,13 @@ TEMPLATE_RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Flag = str | int | float | bool | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -104,14 +112,16 @@ class ChatRequest(Lenient):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int | None, Field(ge=1)] = None
-    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list, max_length=MAX_STOPS)
+    stop: Annotated[Stops, BeforeValidator(_as_list, json_schema_input_type=Stop | Stops | None)] = Field(
+        default_factory=list
+    )
     ignore_eos: bool | None = None
 
     temperature: Annotated[Number | None, Field(ge=0, le=2)] = None
     top_p: Annotated[Number | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
     min_p: Annotated[Number | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[Number | None, Field(gt=0, le=10)] = None
+    repetition_penalty: Annotated[Number | None, Field(ge=0.01, le=10)] = None
     presence_penalty: Annotated[Number | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[Number | None, Field(ge=-2, le=2)] = None
     logit_bias: Annotated[dict[str, Number] | None, Field(max_length=MAX_LOGIT_BIAS)] = None
@@ -123,13 +133,13 @@ class ChatRequest(Lenient):
 
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: Annotated[dict[str, Flag] | None, Field(max_length=MAX_VARIABLES)] = None
 
     @field_validator("logit_bias")
     @classmethod
     def _in_range(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token_id, value in (bias or {}).items():
-            if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
+            if not TOKEN_ID.fullmatch(token_id):
                 raise refuse("keys are token ids, written as digits")
             if not -100 <= value <= 100:
                 raise refuse("a bias lies between -100 and 100")

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import Answer, AnswerKind, Buffer, SliceSpec, Want, WireDtype
 from slicing.buffers import DTYPES, from_buffer, to_buffer
 from slicing.runner import PlainRunner
@@ -63,6 +64,7 @@ class LocalEnds:
         self._closing = runner.new_cache()  # its own: the opening end runs one step ahead of the closing one
         self._has_last_layers = middle.end < runner.num_layers
         self._sampler = Sampler(params, runner.vocab_size, prompt_ids)
+        self._is_closed = False
 
     def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
         rows = torch.tensor(list(token_ids), dtype=torch.int64)
@@ -89,18 +91,26 @@ class LocalEnds:
         return NextToken(token_id, self.open_rows((token_id,), position, wire_out))
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._opening.close()
         self._closing.close()
 
     def _close_rows(self, answer: Answer, wire: WireDtype, keep: Sequence[int] | None) -> torch.Tensor:
         runner = self._runner
         rows = from_buffer(answer.payload, DTYPES[wire.name.lower()], runner.hidden_size, dtype=runner.dtype)
+        if not bool(torch.isfinite(rows).all()):
+            raise WorkError(ErrorCode.COMPUTE, "the last node returned numbers that are not finite")
         position = answer.position if self._has_last_layers else answer.position + answer.rows - rows.shape[0]
         return runner.run_closing(self._closing, rows, position, start=self._middle.end, keep=keep)
 
 
 class RemoteEnds:
     """Thin mode: the first node embeds token ids, the last one draws; no weights here."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
 
     def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
         return np.asarray(token_ids, dtype="<i4").tobytes()
@@ -115,9 +125,14 @@ class RemoteEnds:
         self, answer: Answer, position: int, wire_back: WireDtype, wire_out: WireDtype
     ) -> NextToken:
         if answer.kind is AnswerKind.CANDIDATES:
-            token_id = int(np.frombuffer(answer.payload, dtype=CANDIDATE)["id"][0])
+            best = np.frombuffer(answer.payload, dtype=CANDIDATE)[0]
+            token_id = int(best["id"])
+            if not np.isfinite(best["logit"]):
+                raise WorkError(ErrorCode.COMPUTE, "the last node returned numbers that are not finite")
         else:
             token_id = int(np.frombuffer(answer.payload, dtype="<u4")[-1])
+        if token_id >= self._vocab_size:
+            raise ProtocolError(ErrorCode.MALFORMED, "the last node drew a token outside the vocabulary")
         return NextToken(token_id, self.open_rows((token_id,), position, wire_out))
 
     def close(self) -> None:

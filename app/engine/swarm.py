@@ -28,9 +28,8 @@ from slicing.checkpoint import Checkpoint
 from slicing.miniature import check_cut
 from slicing.model_source import open_checkpoint
 from slicing.progress import Progress, no_progress
-from slicing.runner import Parts, PlainRunner
+from slicing.runner import Parts, PlainRunner, max_positions
 
-DEFAULT_MAX_POSITIONS = 1 << 20  # of a model whose configuration names no limit
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
 
 
@@ -76,16 +75,18 @@ async def open_swarm(
     Raises ModelError (slicing) when the model cannot be opened or cut, SettingsError for settings that contradict it.
     """
     async with contextlib.AsyncExitStack() as stack:
+        loading = _StoppableProgress(progress)
         compute = ThreadPoolExecutor(
             1, thread_name_prefix="ends", initializer=torch.set_num_threads, initargs=(settings.threads,)
         )
-        stack.callback(compute.shutdown, wait=True, cancel_futures=True)
+        stack.push_async_callback(_shut_down, compute)
+        stack.callback(loading.stop)
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        checkpoint = await loop.run_in_executor(compute, _open_checkpoint, settings, progress)
-        middle = middle_layers(settings, checkpoint.config.num_hidden_layers)
+        checkpoint, facts = await loop.run_in_executor(compute, _open_checkpoint, settings, loading)
+        middle = middle_layers(settings, facts.num_layers)
         runner, tokenizer = await loop.run_in_executor(
-            compute, _load_ends, settings, checkpoint, middle, progress
+            compute, _load_ends, settings, checkpoint, middle, loading
         )
         load_s = loop.time() - begun
 
@@ -106,7 +107,7 @@ async def open_swarm(
         if wait_for_nodes:
             await directory.first_look(FIRST_LOOK_S)
         engine = ChainTextEngine(
-            _facts(settings, checkpoint),
+            facts,
             tokenizer,
             switchboard,
             compute,
@@ -125,13 +126,38 @@ def middle_layers(settings: SwarmSettings, num_layers: int) -> SliceSpec:
     first, last = settings.local_layers
     if first < 0 or last < 0 or first + last > num_layers:
         raise SettingsError(f"local layers {first}:{last} do not fit a model of {num_layers} layers")
+    if first + last == num_layers:
+        raise SettingsError(f"local layers {first}:{last} leave none of {num_layers} layers for a node")
     return SliceSpec(first, num_layers - last)
 
 
-def _open_checkpoint(settings: SwarmSettings, progress: Progress) -> Checkpoint:
+class _LoadingStopped(Exception):
+    """Raised in the compute thread: whoever waited for the load has left."""
+
+
+class _StoppableProgress:
+    """Passes progress on, until it is told to stop: then the load that reports to it ends with an exception.
+
+    Otherwise a Ctrl+C during a download would wait for all of it, since a thread cannot be cancelled.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        if self._is_stopped:
+            raise _LoadingStopped
+        self._progress(stage, done_bytes, total_bytes)
+
+
+def _open_checkpoint(settings: SwarmSettings, progress: Progress) -> tuple[Checkpoint, ModelFacts]:
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir, progress=progress)
     check_cut(checkpoint.config)
-    return checkpoint
+    return checkpoint, _facts(settings, checkpoint)
 
 
 def _load_ends(
@@ -158,14 +184,20 @@ def _compute_dtype(settings: SwarmSettings, checkpoint: Checkpoint) -> torch.dty
 
 def _facts(settings: SwarmSettings, checkpoint: Checkpoint) -> ModelFacts:
     config = checkpoint.config
-    limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_POSITIONS
+    limit = max_positions(config)
     return ModelFacts(
         name=settings.name or checkpoint.name,
         digest=checkpoint.digest,
         num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_positions=min(limit, settings.max_positions or limit),
     )
+
+
+async def _shut_down(compute: ThreadPoolExecutor) -> None:
+    """Let the running job end without holding up the loop."""
+    await asyncio.to_thread(compute.shutdown, wait=True, cancel_futures=True)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

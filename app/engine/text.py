@@ -24,13 +24,16 @@ from app.engine.request import (
     GenerationRequest,
     ModelStatus,
     PrefillProgress,
+    RequestError,
     TextDelta,
     Timings,
 )
 from app.engine.tokenizer import AnswerText, ChatTokenizer
-from routing.chain import Chain, ChainOptions, RecordedStep
+from routing.chain import Chain
 from routing.errors import ErrorCode, NoRouteError, WorkError
+from routing.opening import ChainOptions
 from routing.planner import RouteRequest, missing_layers, plan_route
+from routing.recorded import RecordedStep
 from routing.switchboard import Switchboard
 from routing.types import Answer, Route, SliceSpec, Want, WireDtype
 from slicing.runner import PlainRunner
@@ -50,6 +53,7 @@ class ModelFacts:
     name: str
     digest: bytes
     num_layers: int
+    hidden_size: int
     vocab_size: int
     max_positions: int
 
@@ -77,6 +81,14 @@ class _Progress:
         """Of the request's deadline."""
         deadline_s = self.request.deadline_s
         return None if deadline_s is None else max(0.0, deadline_s - (time.perf_counter() - self.started))
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A step and what came back for it."""
+
+    sent: RecordedStep
+    answer: Answer = field(repr=False)
 
 
 class ChainTextEngine:
@@ -120,40 +132,46 @@ class ChainTextEngine:
         return self._facts.vocab_size
 
     def coverage(self) -> ModelStatus:
+        request = self._route_request()
         records = self._switchboard.directory.records()
         try:
-            plan_route(records, self._route_request())
+            plan_route(records, request)
         except NoRouteError as error:
-            missing = error.missing or tuple(missing_layers(records, self._route_request()))
+            missing = error.missing or tuple(missing_layers(records, request))
             return ModelStatus("partial", self._facts.num_layers, missing)
         return ModelStatus("ready", self._facts.num_layers)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         started = time.perf_counter()
-        chain = await self._switchboard.open_chain(self._route_request(), self._chain_options(request))
-        ends = self._new_ends(request)
+        self._check(request)
         continued_ids = request.prompt_ids if request.continues_text else ()
         text = self._tokenizer.answer_text(request.stop, continued_ids=continued_ids)
-        progress = _Progress(request, ends, chain, text, started)
+        ends = self._new_ends(request)
+        chain: Chain | None = None
         try:
+            chain = await self._switchboard.open_chain(
+                self._route_request(), self._chain_options(request), deadline_s=request.deadline_s
+            )
+            progress = _Progress(request, ends, chain, text, started)
             yield Admitted(len(request.prompt_ids), self._fingerprint(chain.route))
-            answer: Answer | None = None
+            returned: _Returned | None = None
             async with aclosing(self._prefill(progress)) as chunks:
-                async for done, last_answer in chunks:
-                    answer = last_answer
-                    yield PrefillProgress(done, len(request.prompt_ids))
-            assert answer is not None
-            async with aclosing(self._decode(progress, answer)) as events:
+                async for returned in chunks:
+                    yield PrefillProgress(returned.sent.end, len(request.prompt_ids))
+            assert returned is not None
+            async with aclosing(self._decode(progress, returned)) as events:
                 async for event in events:
                     yield event
         finally:
-            await chain.close()
-            await self._run(ends.close)
+            if chain is not None:
+                await chain.close()
+            closing = asyncio.get_running_loop().run_in_executor(self._compute, ends.close)
+            await asyncio.shield(closing)  # behind what still computes, however often we are cancelled
 
     # Prefill --------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, progress: _Progress) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Send the prompt in chunks, several at once; yield how many rows are through, and the chunk's answer."""
+    async def _prefill(self, progress: _Progress) -> AsyncGenerator[_Returned, None]:
+        """Send the prompt in chunks, several at once; yield each with its answer."""
         prompt, size = progress.request.prompt_ids, self._prefill_chunk
         in_flight: deque[RecordedStep] = deque()
         for start in range(0, len(prompt), size):
@@ -165,8 +183,8 @@ class ChainTextEngine:
             yield await self._take_chunk(progress, in_flight.popleft())
 
     async def _send_chunk(self, progress: _Progress, chunk: Sequence[int], start: int) -> RecordedStep:
-        chain, ends = progress.chain, progress.ends
-        payload = await self._timed(progress, lambda: ends.open_rows(chunk, start, chain.first_wire))
+        chain, ends, wire = progress.chain, progress.ends, progress.chain.first_wire
+        payload = await self._timed(progress, lambda: ends.open_rows(chunk, start, wire))
         is_last = start + len(chunk) == len(progress.request.prompt_ids)
         want, rows = ends.wanted(is_last_chunk=is_last)
         return await chain.send(
@@ -178,21 +196,22 @@ class ChainTextEngine:
             deadline_s=progress.time_left_s,
         )
 
-    async def _take_chunk(self, progress: _Progress, sent: RecordedStep) -> tuple[int, Answer]:
+    async def _take_chunk(self, progress: _Progress, sent: RecordedStep) -> _Returned:
         answer = await progress.chain.answer(sent, deadline_s=progress.time_left_s)
         is_last = sent.end == len(progress.request.prompt_ids)
         if not is_last and sent.want is Want.ALL:
-            wire = progress.chain.last_wire
-            await self._timed(progress, lambda: progress.ends.take_chunk(answer, wire))
-        return sent.end, answer
+            await self._timed(progress, lambda: progress.ends.take_chunk(answer, sent.wire_back))
+        return _Returned(sent, answer)
 
     # Decode ---------------------------------------------------------------------------------------------------
 
-    async def _decode(self, progress: _Progress, answer: Answer) -> AsyncGenerator[GenerationEvent, None]:
+    async def _decode(
+        self, progress: _Progress, returned: _Returned
+    ) -> AsyncGenerator[GenerationEvent, None]:
         """One token per turn: draw it, send its step, hand out its text, wait for the answer."""
         chain = progress.chain
         while True:
-            drawn = await self._draw(progress, answer)
+            drawn = await self._draw(progress, returned)
             reason, text = self._judge(progress, drawn)
             if reason is not None:
                 yield TextDelta(text)
@@ -202,13 +221,12 @@ class ChainTextEngine:
                 drawn.payload, position=progress.position - 1, rows=1, deadline_s=progress.time_left_s
             )
             yield TextDelta(text, timings=_timings(progress))
-            answer = await chain.answer(sent, deadline_s=progress.time_left_s)
+            returned = _Returned(sent, await chain.answer(sent, deadline_s=progress.time_left_s))
 
-    async def _draw(self, progress: _Progress, answer: Answer) -> NextToken:
-        chain, ends, position = progress.chain, progress.ends, progress.position
-        drawn = await self._timed(
-            progress, lambda: ends.next_token(answer, position, chain.last_wire, chain.first_wire)
-        )
+    async def _draw(self, progress: _Progress, returned: _Returned) -> NextToken:
+        ends, position, wire_out = progress.ends, progress.position, progress.chain.first_wire
+        answer, wire_back = returned.answer, returned.sent.wire_back
+        drawn = await self._timed(progress, lambda: ends.next_token(answer, position, wire_back, wire_out))
         progress.num_generated += 1
         if progress.num_generated == 1:
             progress.first_token_at = time.perf_counter()
@@ -230,15 +248,37 @@ class ChainTextEngine:
 
     # Pieces ---------------------------------------------------------------------------------------------------
 
+    def _check(self, request: GenerationRequest) -> None:
+        """Refuse what would end in a failure far from its cause. Raises RequestError."""
+        room = self._facts.max_positions - len(request.prompt_ids)
+        if not request.prompt_ids:
+            raise RequestError("messages", "invalid_value", "the prompt holds no tokens")
+        if room < 0:
+            text = f"the prompt has {len(request.prompt_ids)} tokens, the model takes {self._facts.max_positions}"
+            raise RequestError("messages", "context_length_exceeded", text)
+        if request.max_tokens < 1:
+            raise RequestError("max_tokens", "invalid_value", "an answer has at least one token")
+        if max(request.prompt_ids) >= self._facts.vocab_size or min(request.prompt_ids) < 0:
+            raise RequestError(
+                "messages", "invalid_value", "the prompt holds a token that the model does not know"
+            )
+
     def _new_ends(self, request: GenerationRequest) -> Ends:
         if self._runner is None:
-            return RemoteEnds()
+            return RemoteEnds(self._facts.vocab_size)
         return LocalEnds(self._runner, self._middle, request.sampling, request.prompt_ids)
 
     def _route_request(self) -> RouteRequest:
         is_thin = self._runner is None
+        facts = self._facts
         return RouteRequest(
-            self._facts.name, self._facts.digest, self._middle, needs_opening=is_thin, needs_closing=is_thin
+            facts.name,
+            facts.digest,
+            self._middle,
+            needs_opening=is_thin,
+            needs_closing=is_thin,
+            num_layers=facts.num_layers,
+            hidden_size=facts.hidden_size,
         )
 
     def _chain_options(self, request: GenerationRequest) -> ChainOptions:
@@ -246,6 +286,7 @@ class ChainTextEngine:
         return ChainOptions(
             max_positions=min(len(request.prompt_ids) + request.max_tokens, self._facts.max_positions),
             wire=self._wire,
+            hidden_size=self._facts.hidden_size,
             takes_token_ids=is_thin,
             runs_closing=is_thin,
             sampling=remote_sampling(request.sampling, request.prompt_ids) if is_thin else None,
@@ -270,10 +311,14 @@ class ChainTextEngine:
         return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     async def _timed(self, progress: _Progress, work: Callable[[], Result]) -> Result:
-        begun = time.perf_counter()
-        result = await self._run(work)
-        progress.local_s += time.perf_counter() - begun
-        return result
+        def timed() -> Result:  # in the thread: waiting behind other answers is not this one's work
+            begun = time.perf_counter()
+            try:
+                return work()
+            finally:
+                progress.local_s += time.perf_counter() - begun
+
+        return await self._run(timed)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

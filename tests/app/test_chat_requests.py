@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from app.api.errors import ApiError
 from app.api.messages import ChatMessage
 from app.api.protocol import NOT_BUILT as NOT_BUILT_FIELDS
-from app.api.protocol import ChatRequest, parse_chat
+from app.api.protocol import TEMPLATE_RESERVED, ChatRequest, parse_chat
 from tests.app.conftest import Serve, patient
 from tests.support.api_server import QUESTION, Served
 from tests.support.local_engine import ScriptedEngine
@@ -82,6 +84,8 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("top_k", 1.5, "top_k"),
     ("min_p", -0.1, "min_p"),
     ("repetition_penalty", 0, "repetition_penalty"),
+    ("repetition_penalty", 1e-300, "repetition_penalty"),
+    ("temperature", 10**400, "temperature"),
     ("presence_penalty", 2.5, "presence_penalty"),
     ("frequency_penalty", -2.5, "frequency_penalty"),
     ("seed", 1.0, "seed"),
@@ -89,18 +93,22 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("seed", "1", "seed"),
     ("logit_bias", {"a": 1}, "logit_bias"),
     ("logit_bias", {"-1": 1}, "logit_bias"),
+    ("logit_bias", {"5": 1, "05": 2}, "logit_bias"),
     ("logit_bias", {"5": 101}, "logit_bias"),
     ("logit_bias", {"5": "1"}, "logit_bias.5"),
     ("logit_bias", {str(n): 1 for n in range(301)}, "logit_bias"),
     ("logit_bias", [1], "logit_bias"),
     ("stop", ["a", "b", "c", "d", "e"], "stop"),
     ("stop", 5, "stop"),
+    ("stop", "x" * 1001, "stop.0"),
     ("stop", ["a", 5], "stop.1"),
     ("stream", "yes", "stream"),
     ("stream_options", {"include_usage": True}, "stream_options"),
     ("reasoning_effort", "heroic", "reasoning_effort"),
     ("chat_template_kwargs", {"chat_template": "x"}, "chat_template_kwargs"),
     ("chat_template_kwargs", {"messages": "x"}, "chat_template_kwargs"),
+    ("chat_template_kwargs", {"self": "x"}, "chat_template_kwargs"),
+    ("chat_template_kwargs", {f"x{n}": 1 for n in range(65)}, "chat_template_kwargs"),
     ("chat_template_kwargs", {"__class__": "x"}, "chat_template_kwargs"),
     ("continue_final_message", True, "continue_final_message"),
     ("top_logprobs", 3, "top_logprobs"),
@@ -323,3 +331,35 @@ async def test_a_prompt_beyond_the_context_is_refused_in_the_usual_words(served:
     assert response.status_code == 400
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert "This model's maximum context length is 256 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "x" * 50_000}] * 20},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "x" * 1_000_000}}],
+        },
+        {"role": "user", "content": "hello", "name": "x" * 1_000_000},
+    ],
+)
+async def test_text_that_cannot_fit_is_refused_unrendered(
+    served: Served, scripted: ScriptedEngine, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted.tokenizer, "render", None)
+    response = await served.ask(messages=[message, USER])
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
+async def test_a_temperature_next_to_nothing_is_none(
+    served: Served, scripted: ScriptedEngine, temperature: float
+) -> None:
+    assert (await served.ask(temperature=temperature)).status_code == 200
+    assert scripted.requests[-1].sampling.is_greedy
+
+
+def test_what_the_template_call_takes_itself_cannot_be_set() -> None:
+    taken = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+    assert taken <= TEMPLATE_RESERVED

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.api.middleware import ErrorBoundary
 from app.engine.request import ModelStatus, RequestError
 from routing.errors import ErrorCode, NoRouteError, remote_error
+from slicing.errors import LogitsError
 from tests.app.conftest import Serve
 from tests.support.api_server import Served, chunks_of, settles
 from tests.support.local_engine import ScriptedEngine
@@ -28,6 +29,7 @@ FAILURES: list[tuple[Exception, int, str]] = [
     (remote_error(ErrorCode.COMPUTE, "secret"), 500, "compute_failed"),
     (remote_error(ErrorCode.DECRYPT, "secret"), 502, "bad_node"),
     (remote_error(ErrorCode.MALFORMED, "secret"), 502, "bad_node"),
+    (LogitsError("secret"), 500, "compute_failed"),
     (ValueError("secret /root/path"), 500, "internal_error"),
 ]
 

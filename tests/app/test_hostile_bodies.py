@@ -78,6 +78,15 @@ async def test_a_byte_order_mark_is_passed_over(served: Served) -> None:
     assert (await served.http.post(PATH, content=b"\xef\xbb\xbf" + GOOD)).status_code == 200
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+async def test_a_compressed_body_is_refused_as_such(served: Served, encoding: str) -> None:
+    response = await served.http.post(PATH, content=GOOD, headers={"content-encoding": encoding})
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert (
+        await served.http.post(PATH, content=GOOD, headers={"content-encoding": "identity"})
+    ).status_code == 200
+
+
 async def test_a_body_that_states_its_excess_is_refused_unread(serve: Serve) -> None:
     async with serve(max_body_bytes=2000) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)

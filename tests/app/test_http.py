@@ -21,7 +21,10 @@ def is_envelope(body: object) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", [PATH, f"{PATH}/", "/chat/completions", "/chat/completions/"])
+@pytest.mark.parametrize(
+    "path",
+    [PATH, f"{PATH}/", "/chat/completions", "/chat/completions/", "/v1//chat/completions", f"/{PATH}//"],
+)
 async def test_chat_is_there_with_and_without_v1_and_slash(served: Served, path: str) -> None:
     assert (await served.http.post(path, json=QUESTION)).status_code == 200
 
@@ -107,6 +110,12 @@ async def test_loopback_names_are_allowed(served: Served, host: str) -> None:
         "localhost.evil.example",
         "",
         "127.0.0.1.evil",
+        "evil.example@127.0.0.1",
+        "127.0.0.1@evil.example",
+        "127.0.0.1/evil.example",
+        "localhost:80:evil",
+        "[::1",
+        "2130706433",
         "[::",
     ],
 )

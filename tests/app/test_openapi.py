@@ -4,10 +4,49 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from pydantic import BaseModel
+
+from app.api.chat_reply import ChatCompletion
+from app.api.health import HealthReport, ReadyReport, VersionReport
+from app.api.models import ModelCard, ModelList
+from app.openapi import ChatChunk
 from app.openapi_document import document
+from tests.support.api_server import Served, chunks_of
+from tests.support.local_engine import ScriptedEngine
 
 COMMITTED = Path(__file__).parents[2] / "openapi" / "gateway.json"
 
 
 def test_the_committed_document_is_the_one_the_gateway_serves() -> None:
     assert COMMITTED.read_text() == document(), "run `make openapi` and commit the result"
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("/v1/models", ModelList),
+        ("/v1/models/scripted", ModelCard),
+        ("/health", HealthReport),
+        ("/ready", ReadyReport),
+        ("/version", VersionReport),
+    ],
+)
+async def test_each_page_is_as_described(served: Served, path: str, model: type[BaseModel]) -> None:
+    body = (await served.http.get(path)).text
+    assert model.model_validate_json(body).model_dump_json() == body
+
+
+async def test_an_answer_is_as_described(served: Served) -> None:
+    body = (await served.ask(n=2)).text
+    assert ChatCompletion.model_validate_json(body).model_dump_json() == body
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True, "continuous_usage_stats": True}])
+async def test_every_chunk_is_as_described(
+    served: Served, scripted: ScriptedEngine, options: dict[str, bool] | None
+) -> None:
+    scripted.prefill_steps = 2
+    chunks = chunks_of(await served.stream(n=2, timings_per_token=True, stream_options=options))
+    for chunk in chunks:
+        assert ChatChunk.model_validate(chunk).model_dump(exclude_unset=True) == chunk

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -123,3 +125,45 @@ def test_a_route_covers_exactly_what_was_asked_or_names_what_is_missing(
         assert [h.spec.start for h in hops] == [start, *(h.spec.end for h in hops[:-1])]
         assert hops[-1].spec.end == end
         assert all(h.offer.spec.start <= h.spec.start < h.spec.end <= h.offer.spec.end for h in hops)
+
+
+def test_a_node_has_one_hop_in_a_route() -> None:
+    slow, fast = node(1, 0, 30, layer_ms=50.0), node(2, 10, 20, layer_ms=0.1)
+    assert spans([slow, fast], request(0, 30)) == [(1, 0, 30)]
+
+
+def test_a_dearer_way_is_found_where_the_cheapest_wants_a_node_twice() -> None:
+    first = node(1, 0, 10)
+    twice = replace(first, offers=(*first.offers, node(1, 20, 30).offers[0]))
+    records = [twice, node(2, 10, 20), node(3, 0, 10, layer_ms=9.0)]
+    assert spans(records, request(0, 30)) == [(3, 0, 10), (2, 10, 20), (1, 20, 30)]
+    with pytest.raises(NoRouteError) as caught:
+        plan_route(records[:2], request(0, 30))
+    assert caught.value.missing == ((20, 30),)
+
+
+def test_an_offer_that_contradicts_the_model_is_not_taken() -> None:
+    for lie in (node(1, 0, 30, num_layers=31), node(1, 0, 30, hidden_size=65)):
+        with pytest.raises(NoRouteError):
+            plan_route([lie], request(0, 30, num_layers=30, hidden_size=64))
+
+
+def test_a_plan_over_a_crowd_takes_milliseconds() -> None:
+    """500 nodes with 16 slices each, the most a directory takes; the bar is loose for shared machines."""
+    draws = random.Random(1)
+    crowd = []
+    for number in range(500):
+        record = node(number % 256, 0, 30)
+        cuts = [sorted(draws.sample(range(31), 2)) for _ in range(16)]
+        offers = tuple(
+            replace(record.offers[0], spec=SliceSpec(a, b), layer_ms=draws.uniform(0.1, 9)) for a, b in cuts
+        )
+        address = replace(record.address, node_id=NodeId(number.to_bytes(32, "big")))
+        crowd.append(replace(record, address=address, offers=offers))
+    took_ms = []
+    for _ in range(5):
+        began = time.perf_counter()
+        hops = plan_route(crowd, request(0, 30)).hops
+        took_ms.append((time.perf_counter() - began) * 1000)
+    assert len({hop.address.node_id for hop in hops}) == len(hops)
+    assert min(took_ms) < 60, took_ms

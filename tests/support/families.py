@@ -153,6 +153,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (NUM_LAYERS // 3),
         },
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        _LLAMA
+        | {
+            "sliding_window": 16,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (NUM_LAYERS // 3),
+        },
+    ),
     "vaultgemma": ("vaultgemma", _LLAMA | {"sliding_window": 16, "query_pre_attn_scalar": 16}),
     "cohere": ("cohere", _LLAMA | {"logit_scale": 0.25}),
     "cohere2": ("cohere2", _LLAMA | {"logit_scale": 0.25, "sliding_window": 16}),
@@ -217,6 +228,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "block_multiple_of": 8,
             "layer_types": ["conv", "full_attention", "conv"] * (NUM_LAYERS // 3),
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        _PLAIN
+        | {
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "layer_types": ["mamba", "attention", "mamba"] * (NUM_LAYERS // 3),
         },
     ),
     "minimax_m2": (

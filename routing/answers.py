@@ -1,0 +1,88 @@
+"""Whether an answer is what its step asked for, and where its time went.
+
+Nodes are not trusted: sizes, kinds, positions and times are checked against what was sent. Knows no links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from routing.errors import ErrorCode, ProtocolError
+from routing.recorded import RecordedStep
+from routing.types import WIDTHS, Answer, AnswerKind, WireDtype
+
+CANDIDATE_BYTES = 8  # u32 id, f32 logit
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class ChainTimes:
+    """Where the time of a chain's answered steps went, in seconds.
+
+    `elapsed_s` is time that passed while answers were due, counted once; the others are sums over hops, as the
+    hops tell them. `network_s` is what they leave of it: links, loops and wake-ups.
+    """
+
+    elapsed_s: float = 0.0
+    compute_s: float = 0.0
+    queue_s: float = 0.0
+    crypto_s: float = 0.0
+    network_s: float = 0.0
+    steps: int = 0
+    counted_until: float = 0.0
+
+    def add(self, answer: Answer, sent: SentStep, now: float) -> None:
+        """Count an answer that came at `now` (time.perf_counter())."""
+        took_s = max(0.0, now - sent.sent_at)
+        waited_s = max(0.0, now - max(sent.sent_at, self.counted_until))  # chunks travel together
+        traces = answer.traces[: sent.num_hops]
+        compute_s = sum(trace.compute_us for trace in traces) / 1e6
+        queue_s = sum(trace.queue_us for trace in traces) / 1e6
+        crypto_s = sum(trace.crypto_us for trace in traces) / 1e6
+        claimed_s = compute_s + queue_s + crypto_s
+        share = min(1.0, took_s / claimed_s) if claimed_s else 1.0  # nobody worked longer than we waited
+        self.compute_s += compute_s * share
+        self.queue_s += queue_s * share
+        self.crypto_s += crypto_s * share
+        self.network_s += max(0.0, waited_s - claimed_s * share)
+        self.elapsed_s += waited_s
+        self.counted_until = now
+        self.steps += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentStep:
+    """One sending of a recorded step, on one route. `echo`: for a replay that waits for a sign of it."""
+
+    recorded: RecordedStep
+    wanted: tuple[int, ...]  # row numbers
+    draws: bool  # the last hop chooses tokens
+    wire_back: WireDtype
+    hidden_size: int
+    num_hops: int
+    sent_at: float
+    echo: asyncio.Future[None] | None = None
+
+
+def check_answer(answer: Answer, sent: SentStep) -> None:
+    """Raise `ProtocolError` MALFORMED, with the last hop's number, for an answer to another question."""
+    wanted, size = sent.wanted, len(answer.payload)
+    first = sent.recorded.position + (wanted[0] if wanted else 0)
+    if (answer.rows, answer.position) != (len(wanted), first):
+        raise _malformed(sent, "answers other rows than it was asked for")
+    if sent.draws and wanted:
+        row_bytes = size // len(wanted)
+        is_list = answer.kind is AnswerKind.CANDIDATES and row_bytes and row_bytes % CANDIDATE_BYTES == 0
+        is_token = answer.kind is AnswerKind.TOKEN_IDS and row_bytes == TOKEN_BYTES
+        if not (is_list or is_token) or size % len(wanted):
+            raise _malformed(sent, "returns no tokens")
+    elif answer.kind is not AnswerKind.HIDDEN_STATES:
+        raise _malformed(sent, "returns tokens where hidden states are due")
+    elif size != (due := len(wanted) * sent.hidden_size * WIDTHS[sent.wire_back]):
+        raise _malformed(sent, f"returns {size} bytes where {due} are due")
+
+
+def _malformed(sent: SentStep, text: str) -> ProtocolError:
+    hop = sent.num_hops - 1
+    return ProtocolError(ErrorCode.MALFORMED, f"hop {hop} {text}", hop=hop)

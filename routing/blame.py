@@ -1,0 +1,111 @@
+"""Who failed a session, who is left out because of it, and how long to go on trying.
+
+Pure but for the times passed in. Knows nodes and errors; nothing of links, messages or what was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from routing.errors import ErrorCode, RemoteError
+from routing.types import NodeId, Route
+
+MAX_ATTEMPTS = 8  # routes tried without one new answer: a swarm that loses more at once will not finish it
+FORGIVE_AFTER_S = 60.0  # a node that was lost is back by then, or the directory does not offer it
+FIRST_PAUSE_S = 0.1  # before a node is asked a third time; doubles
+LAST_PAUSE_S = 1.0
+MAX_RETRY_S = 2.0  # of what a node may ask for: longer than its sessions' own answers take is not believed
+
+# A node that says so is asked again at once; it lost only this session.
+SAME_NODE_MAY_RETRY = {ErrorCode.NO_SESSION, ErrorCode.STEP}
+# What a node may say, about itself or the next one, that another route or another try can mend.
+REPLAY_MENDS = SAME_NODE_MAY_RETRY | {
+    ErrorCode.TIMEOUT,
+    ErrorCode.LINK_LOST,
+    ErrorCode.KEEPALIVE,
+    ErrorCode.HANDSHAKE,
+    ErrorCode.ID_MISMATCH,
+    ErrorCode.CERTIFICATE_EXPIRED,
+    ErrorCode.NETWORK,
+    ErrorCode.HOP_LOST,
+    ErrorCode.NO_SLICE,
+    ErrorCode.BUSY,
+    ErrorCode.COMPUTE,
+    ErrorCode.CANCELLED,
+}
+# Its links work and asking again would not help: the same input fails the same way, or it breaks the rules.
+_NEVER_AGAIN = {ErrorCode.COMPUTE, ErrorCode.MALFORMED, ErrorCode.DECRYPT, ErrorCode.TOO_BIG}
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a route cannot go on. `is_seen`: we noticed it ourselves; otherwise a node says so.
+
+    `node_id` is the node to blame; `before` the one before it in the chain, when their link may be the cause.
+    """
+
+    error: RemoteError
+    is_seen: bool
+    node_id: NodeId | None = None
+    before: NodeId | None = None
+    is_node_up: bool = False  # another link to the node works: only this one was lost
+
+    @property
+    def is_mendable(self) -> bool:
+        """Whether another try makes sense."""
+        return self.node_id is not None and (self.is_seen or self.error.code in REPLAY_MENDS)
+
+
+class Blame:
+    """What one session holds against which nodes. Whoever it lost is avoided, not banned."""
+
+    def __init__(self) -> None:
+        self.attempts = 0  # since the last new answer
+        self.barred: dict[NodeId, RemoteError] = {}
+        self._avoided_at: dict[NodeId, float] = {}
+        self._edges: set[tuple[NodeId, NodeId]] = set()
+        self._retry_at: dict[NodeId, float] = {}
+
+    def note(self, trouble: Trouble, now: float) -> None:
+        """Count one more failed attempt. Raises the error when trying on makes no sense."""
+        self.attempts += 1
+        node_id, code = trouble.node_id, trouble.error.code
+        if not trouble.is_mendable or self.attempts > MAX_ATTEMPTS:
+            raise trouble.error
+        assert node_id is not None
+        self._retry_at[node_id] = now + self._pause_s(trouble.error)
+        if code in _NEVER_AGAIN:
+            self.barred[node_id] = trouble.error
+        elif self.attempts > 1 or not (trouble.is_node_up or code in SAME_NODE_MAY_RETRY):
+            self._avoided_at[node_id] = now
+            if trouble.before is not None:
+                self._edges.add((trouble.before, node_id))
+
+    def note_progress(self) -> None:
+        """A new answer came: what fails next is another incident."""
+        self.attempts = 0
+
+    def avoided(self, now: float) -> frozenset[NodeId]:
+        """Nodes that a route should do without."""
+        lately = {node for node, at in self._avoided_at.items() if now - at < FORGIVE_AFTER_S}
+        return frozenset(lately | self.barred.keys())
+
+    def exclusions(self, now: float) -> Iterator[frozenset[NodeId]]:
+        """Whom to leave out, the wanted choice first; then the other side of lost links; then only the barred."""
+        avoided = self.avoided(now)
+        yield avoided
+        if self._edges:
+            befores, afters = ({edge[side] for edge in self._edges} for side in (0, 1))
+            yield (avoided - afters) | befores | self.barred.keys()
+        yield frozenset(self.barred)
+
+    def pause_s(self, route: Route, now: float) -> float:
+        """How long to wait before this route is asked: a node that just failed gets a moment."""
+        waits = [self._retry_at.get(hop.address.node_id, now) - now for hop in route.hops]
+        return max([0.0, *waits])
+
+    def _pause_s(self, error: RemoteError) -> float:
+        if error.code is ErrorCode.BUSY:
+            return min(max(error.retry_ms / 1000, FIRST_PAUSE_S), MAX_RETRY_S)
+        return 0.0 if self.attempts == 1 else min(FIRST_PAUSE_S * 2 ** (self.attempts - 2), LAST_PAUSE_S)

@@ -1,0 +1,100 @@
+"""The Open of a route: which element types travel between its hops, and what each node learns, sealed to it.
+
+Pure but for the sealing. Knows nothing of links, or of what came before on the session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from routing import sealing
+from routing.errors import RemoteError
+from routing.types import HopEntry, NodeId, Open, Route, SessionId, WireDtype
+
+IDLE_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class ChainOptions:
+    """What a session needs of its route, the same for every hop and every replay."""
+
+    max_positions: int
+    wire: WireDtype | None = None  # None: the dtype each slice computes in
+    hidden_size: int = 0  # of the model; 0: believe the last hop
+    takes_token_ids: bool = False  # thin mode: the first hop embeds
+    runs_closing: bool = False  # thin mode: the last hop keeps the head
+    sampling: dict[str, Any] | None = field(default=None, repr=False)
+    trace: bool = True
+    tenant: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKeys:
+    """What names and protects a session's present route."""
+
+    session_id: SessionId
+    epoch: int
+    gateway_id: NodeId
+    route_key: bytes = field(repr=False)
+    answer_key: bytes = field(repr=False)
+
+
+def wires_of(route: Route, options: ChainOptions, first: WireDtype | None) -> tuple[WireDtype, ...]:
+    """What travels into each hop, and, last, what comes back.
+
+    `first` is what the first hop of an earlier route took: recorded steps go in again, bit for bit, where the new
+    one speaks it. Every node speaks float32.
+    """
+    if not route.hops:
+        return (first or WireDtype.FLOAT32,)
+    wanted = [options.wire or hop.offer.dtype for hop in route.hops]
+    into = [
+        dtype if dtype in hop.dtypes else WireDtype.FLOAT32
+        for dtype, hop in zip(wanted, route.hops, strict=True)
+    ]
+    back = into[-1]
+    if options.takes_token_ids:
+        into[0] = WireDtype.INT32
+    elif first is not None:
+        into[0] = first if first in route.hops[0].dtypes else WireDtype.FLOAT32
+    return (*into, back)
+
+
+def opening_of(route: Route, wires: tuple[WireDtype, ...], options: ChainOptions, keys: RouteKeys) -> Open:
+    """The message that opens a route. Raises SecurityError, with the hop, for a sealing key that is none."""
+    entries = tuple(_sealed_entry(route, index, wires, options, keys) for index in range(len(route.hops)))
+    return Open(keys.session_id, keys.epoch, 0, entries)
+
+
+def _sealed_entry(
+    route: Route, index: int, wires: tuple[WireDtype, ...], options: ChainOptions, keys: RouteKeys
+) -> bytes:
+    hops = route.hops
+    is_last = index == len(hops) - 1
+    runs_closing = options.runs_closing and is_last
+    entry = HopEntry(
+        route_key=keys.route_key,
+        hop=index,
+        num_hops=len(hops),
+        gateway_id=keys.gateway_id,
+        model_digest=hops[index].offer.model_digest,
+        start=hops[index].spec.start,
+        end=hops[index].spec.end,
+        wire_in=wires[index],
+        wire_out=wires[index + 1],
+        max_positions=options.max_positions,
+        idle_timeout_s=IDLE_TIMEOUT_S,
+        next_hop=None if is_last else hops[index + 1].address,
+        answer_key=keys.answer_key if is_last else b"",
+        run_opening=options.takes_token_ids and index == 0,
+        run_closing=runs_closing,
+        sampling=options.sampling if runs_closing else None,
+        tenant=options.tenant,
+    )
+    aad = sealing.entry_aad(keys.session_id, keys.epoch, index)
+    try:
+        return sealing.seal_entry(entry, hops[index].seal_key, aad)
+    except RemoteError as error:
+        error.hop = index
+        raise

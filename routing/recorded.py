@@ -1,0 +1,104 @@
+"""The steps of a session as they were sent, kept so that another route can repeat them.
+
+Knows positions, row counts and bytes; nothing of routes or links, and of tensors only how to widen an element.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from routing.types import Answer, Buffer, Want, WireDtype
+
+
+@dataclass(slots=True, eq=False)
+class RecordedStep:
+    """A step as it was sent. `wire` is the element type of its payload, `wire_back` that of its answer's rows."""
+
+    position: int
+    rows: int
+    payload: Buffer = field(repr=False)
+    wire: WireDtype
+    want: Want
+    want_rows: tuple[int, ...] = ()
+    until: float | None = None  # time.monotonic() at which its deadline runs out
+    answer: asyncio.Future[Answer] | None = None  # None: none is wanted, or it was handed out already
+    wire_back: WireDtype = WireDtype.FLOAT32
+
+    @property
+    def end(self) -> int:
+        """The position after its last row."""
+        return self.position + self.rows
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether nobody needs another answer to it."""
+        return self.answer is None or self.answer.done()
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Row numbers that the answer holds."""
+        match self.want:
+            case Want.NONE:
+                return ()
+            case Want.LAST:
+                return (self.rows - 1,)
+            case Want.ALL:
+                return tuple(range(self.rows))
+            case Want.LIST:
+                return self.want_rows
+
+    def left_ms(self, now: float) -> int:
+        """What is left of its deadline at `now`, at least 1; 0 where nobody waits for it or there is none."""
+        if self.until is None or self.is_answered:
+            return 0
+        return max(1, int((self.until - now) * 1000))
+
+    def widen_to(self, wire: WireDtype) -> None:
+        """Turn 16-bit floats into float32, which loses nothing, for a first hop that takes nothing else."""
+        if self.wire is not wire:
+            assert wire is WireDtype.FLOAT32
+            self.payload, self.wire = widened(self.payload, self.wire), wire
+
+
+class Recording:
+    """A session's steps in order, without those that a roll back has undone."""
+
+    def __init__(self) -> None:
+        self._steps: list[RecordedStep] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[RecordedStep]:
+        """Over the steps that there are now; adding meanwhile is safe."""
+        return iter(tuple(self._steps))
+
+    def add(self, step: RecordedStep) -> None:
+        """Keep a step; rows recorded at or after its position are forgotten: it overwrites them."""
+        while self._steps and self._steps[-1].position >= step.position:
+            self._steps.pop()
+        if self._steps and self._steps[-1].end > step.position:
+            _cut(self._steps[-1], step.position)
+        self._steps.append(step)
+
+
+def _cut(step: RecordedStep, position: int) -> None:
+    """Keep the rows before `position`. Nothing is wanted of them: what the last row drew is undone with it."""
+    row_bytes = len(step.payload) // step.rows
+    step.rows = position - step.position
+    step.payload = memoryview(step.payload)[: step.rows * row_bytes]
+    step.want, step.want_rows, step.answer = Want.NONE, (), None
+
+
+def widened(payload: Buffer, wire: WireDtype) -> Buffer:
+    """The same numbers as float32."""
+    if wire is WireDtype.BFLOAT16:  # the upper half of a float32
+        halves = np.frombuffer(payload, dtype="<u2").astype("<u4")
+        return (halves << 16).tobytes()
+    if wire is WireDtype.FLOAT16:
+        return np.frombuffer(payload, dtype="<f2").astype("<f4").tobytes()
+    return payload

@@ -1,0 +1,67 @@
+"""How a gateway starts and ends, where starting or serving goes wrong. Without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from app import serving
+from app.engine import swarm
+from app.engine.request import ModelStatus
+from app.settings import GatewaySettings
+from routing.errors import SettingsError
+
+SWARM = swarm.SwarmSettings(model="none", nodes=(), network_id=bytes(32))
+
+
+@contextlib.asynccontextmanager
+async def no_swarm(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+    engine = SimpleNamespace(model_name="m", coverage=lambda: ModelStatus("ready", 1))
+    yield SimpleNamespace(engine=engine, load_s=0.0)
+
+
+async def test_a_server_that_ends_by_itself_ends_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "open_swarm", no_swarm)
+
+    async def die(self: uvicorn.Server, sockets: Any = None) -> None:
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(uvicorn.Server, "_serve", die)
+    with pytest.raises(RuntimeError, match="ended by itself"):
+        async with asyncio.timeout(5):
+            await serving.run_gateway(GatewaySettings(port=0), SWARM)
+
+
+async def test_a_cancelled_load_ends_at_its_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = 0
+
+    def load(settings: Any, progress: Any) -> None:
+        nonlocal reports
+        while True:
+            reports += 1
+            progress("download", reports, 0)
+
+    monkeypatch.setattr(swarm, "_open_checkpoint", load)
+
+    async def start() -> None:
+        async with swarm.open_swarm(SWARM):
+            pass
+
+    task = asyncio.create_task(start())
+    while not reports:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await task
+
+
+def test_a_gateway_that_holds_every_layer_is_refused() -> None:
+    with pytest.raises(SettingsError, match="leave none of 30 layers"):
+        swarm.middle_layers(swarm.SwarmSettings("m", (), bytes(32), local_layers=(20, 10)), 30)
