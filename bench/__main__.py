@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +13,7 @@ from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
 from bench.report import Report
 from bench.split import measure_split
+from cli.runtime import run_fast
 
 SECTIONS = ("ledger", "nodes", "hops", "cancel", "split")
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--pairs", type=int, default=10, help="alternated pairs of the split cost")
     options = parser.parse_args()
-    asyncio.run(_run(options.only, options.pairs))
+    run_fast(_run(options.only, options.pairs))
 
 
 if __name__ == "__main__":

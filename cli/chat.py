@@ -5,7 +5,6 @@ The main thread waits for the person; links live in a background loop. Nothing t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -68,7 +67,7 @@ class Conversation:
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = list(self._opening)
         self._choices: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        self._is_interactive = sys.stdin.isatty()
+        self._is_interactive = opt.standard_input().isatty()
 
     def hold(self) -> None:
         """Read lines until end-of-file."""
@@ -132,16 +131,14 @@ def _screen() -> Iterator[tuple[Callable[[str], None], Callable[[Timings | None]
         with LiveAnswer(console) as live:
             yield live.write, live.note
     else:
-        try:
-            yield show.write_answer, lambda timings: None
-        finally:
-            show.write_answer("\n")
+        with show.whole_lines() as write:
+            yield write, lambda timings: None
 
 
 def _lines(is_interactive: bool) -> Iterator[str]:
     """Lines as they are typed, with editing and recall; Ctrl+C on a prompt clears it."""
     if not is_interactive:
-        yield from sys.stdin
+        yield from opt.standard_input()
         return
     with suppress(ImportError):
         import readline  # noqa: F401 - importing it gives input() editing and the lines typed before

@@ -40,10 +40,19 @@ class HomeParts:
         return SliceSpec(0, num_layers) if self.is_thin else SliceSpec(self.first, num_layers - self.last)
 
 
-def examine(reports: Sequence[NodeReport], home: HomeParts) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """The model that a gateway here would load: what the user calls it, and its digest."""
+
+    name: str
+    digest: bytes
+
+
+def examine(reports: Sequence[NodeReport], home: HomeParts, own: OwnModel | None = None) -> list[Finding]:
     """Everything there is to say about these nodes, taken one by one and then together."""
     return [
         *(_reachable(report) for report in reports),
+        *(_own_model(reports, own) if own else ()),
         *_same_model(reports),
         *_same_weights(reports),
         *_coverage(reports, home),
@@ -80,6 +89,22 @@ def _same_model(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             yield Finding("ok", model, f"one digest, {next(iter(by_digest)).hex()[:12]}")
 
 
+def _own_model(reports: Sequence[NodeReport], own: OwnModel) -> Iterator[Finding]:
+    """A gateway uses only nodes whose model has the digest of its own files."""
+    for report in reports:
+        slices = report.description.slices if report.description else ()
+        if slices and all(offer.model_digest != own.digest for offer in slices):
+            held = ", ".join(
+                sorted({f"{offer.model_name} ({offer.model_digest.hex()[:12]})" for offer in slices})
+            )
+            yield Finding(
+                "problem",
+                name_of(report.address),
+                f"serves {held}, but {own.name} here is {own.digest.hex()[:12]}: "
+                "give both sides the same --model files",
+            )
+
+
 def _same_weights(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Replicas must have loaded the same bytes for the same layer."""
     first: dict[tuple[bytes, int], tuple[bytes, NodeReport]] = {}
@@ -114,7 +139,9 @@ def _coverage(reports: Sequence[NodeReport], home: HomeParts) -> Iterator[Findin
         gaps = missing_layers(records, RouteRequest(offer.model_name, offer.model_digest, middle))
         if gaps:
             where = show.ranges(gaps)
-            start = " and ".join(f"`diffuse host --layers {low}:{high}`" for low, high in gaps)
+            start = " and ".join(
+                f"`diffuse host --model {offer.model_name} --layers {low}:{high}`" for low, high in gaps
+            )
             yield Finding("problem", offer.model_name, f"no node serves layers {where}: start {start}")
         else:
             yield Finding("ok", offer.model_name, f"layers {middle} of {offer.num_layers} are served")

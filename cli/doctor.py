@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from cli import failures, show
 from cli import options as opt
 
 if TYPE_CHECKING:
-    from cli.diagnosis import Finding
+    from cli.diagnosis import Finding, HomeParts, OwnModel
 
 MAX_CLOCK_SKEW_S: Final = 300.0  # what the certificates of the handshake bear
 FREE_MEMORY_WANTED: Final = 1 << 30  # the default model's ends, and its nodes, fit in that
@@ -29,9 +30,15 @@ _MARKS: Final = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "probl
 
 def doctor(
     node: opt.NodesOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The model a gateway would load here, compared with what nodes hold."),
+    ] = None,
     url: opt.UrlOption = None,
     api_key: opt.ApiKeyOption = None,
-    port: Annotated[int, typer.Option("--port", help="The port a gateway would use here.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The port a gateway would use here.")
+    ] = 8000,
     key: Annotated[
         Path | None, typer.Option("--key", help="A key file to check; else the usual one.")
     ] = None,
@@ -42,13 +49,17 @@ def doctor(
     json: opt.JsonOption = False,
 ) -> None:
     """Check this machine, a gateway (--url) and nodes (--node); exit with 1 if anything is wrong."""
+    from cli.diagnosis import HomeParts
+
     first, last = opt.parse_local_layers(local_layers)
     findings = [*_versions(), *_memory(), *_key_files(key, psk_file)]
     findings += [_gateway(url, api_key)] if url else [_port(port)]
     if node and not any(
         finding.subject == "--psk-file" and finding.level == "problem" for finding in findings
     ):
-        findings += _nodes(node, network, psk_file, ends, (first, last))
+        findings += _nodes(node, model, network, psk_file, HomeParts(first, last, ends is opt.Ends.REMOTE))
+    elif model:
+        findings.append(_model(model)[0])
     _print(findings, as_json=json)
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(failures.EXIT_FAILURE)
@@ -162,7 +173,10 @@ def _gateway(url: str, api_key: str | None) -> Finding:
     if broken or not listed:
         from cli.models import status_of
 
-        told = "; ".join(f"{entry.get('id')}: {status_of(entry)}" for entry in broken) or "lists no model"
+        told = (
+            "; ".join(f"{entry.get('id')}: {status_of(entry)}" for entry in broken)
+            or "lists no model yet: is it still loading?"
+        )
         return Finding("problem", subject, told)
     return Finding("ok", subject, "serves " + ", ".join(str(entry.get("id")) for entry in listed))
 
@@ -176,14 +190,35 @@ def _clock_skew_s(date: str | None) -> float | None:
     return told.timestamp() - time.time() if told else None
 
 
+def _model(model: str) -> tuple[Finding, OwnModel | None]:
+    """Open the model's headers as a gateway would; this takes the long imports."""
+    from cli.diagnosis import Finding, OwnModel
+    from cli.runtime import heavy_imports, start_logging
+
+    start_logging(logging.ERROR)
+    with heavy_imports():
+        from slicing.errors import ModelError
+        from slicing.model_source import open_checkpoint
+    try:
+        checkpoint = open_checkpoint(model)
+        own = OwnModel(model, checkpoint.digest)
+    except ModelError as error:
+        return Finding("problem", "--model", str(error)), None
+    layers = checkpoint.config.num_hidden_layers
+    return Finding("ok", "--model", f"{model} is here: {layers} layers, digest {own.digest.hex()[:12]}"), own
+
+
 def _nodes(
-    node: list[str], network: str, psk_file: Path | None, ends: opt.Ends, local_layers: tuple[int, int]
+    node: list[str], model: str | None, network: str, psk_file: Path | None, home: HomeParts
 ) -> list[Finding]:
-    from cli.diagnosis import HomeParts, examine
+    from cli.diagnosis import examine
     from cli.membership import read_membership
     from cli.survey import survey
     from routing.addresses import parse_address
 
     addresses = [parse_address(text) for text in node]
     reports = asyncio.run(survey(addresses, read_membership(network, psk_file)))
-    return examine(reports, HomeParts(*local_layers, is_thin=ends is opt.Ends.REMOTE))
+    if model is None:
+        return examine(reports, home)
+    opened, own = _model(model)
+    return [opened, *examine(reports, home, own)]

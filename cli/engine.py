@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from app.engine.request import ModelStatus
     from app.engine.swarm import SwarmSettings
     from app.engine.text import ChainTextEngine
+    from routing.types import NodeRecord
     from slicing.sampler import SamplingParams
 
 ANSWER_THREADS = 1  # several of these run on one machine at once, beside its nodes
@@ -45,7 +46,8 @@ async def open_nodes(target: Target, model: str) -> AsyncIterator[Engine]:
             reasons = [
                 f"{name_of(address)}: {reason}" for address, reason in swarm.directory.last_errors.items()
             ]
-            raise CommandError("; ".join([_missing(status), *reasons]))
+            others = _other_models(swarm.directory.records(), swarm.checkpoint.digest)
+            raise CommandError("; ".join([_missing(status), *reasons, *others]))
         yield Engine(swarm.engine)
 
 
@@ -54,6 +56,14 @@ def _missing(status: ModelStatus) -> str:
     if status.missing:
         return f"no node serves layers {show.ranges(status.missing)} of {status.num_layers}"
     return "no route: the first and last node must be started with --hold-ends"
+
+
+def _other_models(records: Sequence[NodeRecord], digest: bytes) -> Iterator[str]:
+    """Name what those nodes serve that have something else than our model."""
+    for record in records:
+        if record.offers and all(offer.model_digest != digest for offer in record.offers):
+            held = ", ".join(f"{offer.model_name} {offer.spec}" for offer in record.offers)
+            yield f"{name_of(record.address)} serves another model ({held}): give its --model, or other nodes"
 
 
 def _settings(target: Target, model: str) -> SwarmSettings:

@@ -19,6 +19,24 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it
 DEBUG_VARIABLE: Final = "DIFFUSE_DEBUG"
 
+# Settings whose flag is not their name, and those that only a DIFFUSE_* variable sets.
+_FLAGS: Final[dict[str, str | None]] = {
+    "host": "--listen",
+    "port": "--listen",
+    "api_keys": "--api-key",
+    "allowed_hosts": "--allowed-host",
+    "cors_origins": "--cors-origin",
+    "model_aliases": "--alias",
+    "request_timeout_s": "--request-timeout",
+    "drain_s": "--drain",
+    "max_choices": None,
+    "max_body_bytes": None,
+    "body_timeout_s": None,
+    "keepalive_s": None,
+    "heartbeat_s": None,
+    "key_path": "--key",
+    "kv_budget_bytes": "--kv-budget",
+}
 _OUR_PACKAGES: Final = frozenset({"app", "node", "routing", "slicing"})  # their texts say what to do
 _ADVICE: Final[dict[ErrorCode, str]] = {
     ErrorCode.TIMEOUT: "is the node running, and is its port open from here?",
@@ -100,6 +118,13 @@ def _explain_settings(error: BaseException) -> str:
 def _setting(problem: dict[str, object]) -> str:
     location = problem.get("loc")
     parts = location if isinstance(location, tuple) else ()
-    flag = "--" + "-".join(str(part) for part in parts).replace("_", "-")
     message = str(problem.get("msg", "is wrong")).removeprefix("Value error, ")
-    return f"{flag}: {message}" if parts else message
+    return f"{_where_set(str(parts[0]))}: {message}" if parts else message
+
+
+def _where_set(name: str) -> str:
+    """Where a user sets this: by a flag, by a variable of the environment, or by either."""
+    flag, variable = _FLAGS.get(name, "--" + name.replace("_", "-")), f"DIFFUSE_{name.upper()}"
+    if variable not in os.environ:
+        return flag or variable
+    return f"{flag} or {variable}" if flag else variable

@@ -68,7 +68,7 @@ class Gateway:
         """The name of the first model listed."""
         listed = await self.list_models()
         if not listed:
-            raise GatewayError(f"the gateway at {self.url} lists no model")
+            raise GatewayError(f"the gateway at {self.url} lists no model yet: is it still loading?")
         return str(listed[0]["id"])
 
     async def list_models(self) -> list[dict[str, Any]]:
@@ -136,8 +136,8 @@ class Gateway:
     def _unreachable(self, error: httpx.HTTPError) -> GatewayError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return GatewayError(
-                f"no gateway answers at {self.url}: start one with `diffuse up`, name another with --url, "
-                "or run the engine here with --node"
+                f"no gateway answers at {self.url}{_reason(error)}: start one with `diffuse up`, name another "
+                "with --url, or run the engine here with --node"
             )
         return GatewayError(f"the gateway at {self.url} went away: {error or type(error).__name__}")
 
@@ -210,6 +210,12 @@ class _Reading:
         prefill_s = told.get("prefill_s", self._first_s or total_s)
         decode_s = told.get("decode_s", max(total_s - prefill_s, 0.0))
         return Timings(total_s, prefill_s, told.get("tokens", tokens), decode_s, *map(told.get, _SHARES))
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    """What the system says of a failed connection, where it says more than that it failed."""
+    text = str(error).strip()
+    return f" ({text})" if text and text != "All connection attempts failed" else ""
 
 
 def _decode(payload: str) -> dict[str, Any]:

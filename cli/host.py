@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +14,7 @@ from cli import show
 from cli.telling import Teller
 
 if TYPE_CHECKING:
-    from node.settings import NodeSettings
+    from node.settings import HostPort, NodeSettings
 
 
 def host(
@@ -67,14 +69,17 @@ def host(
         end_with_parent()
     limits = {
         "max_sessions": max_sessions,
-        "kv_budget_bytes": opt.parse_size(kv_budget) if kv_budget else None,
+        "kv_budget_bytes": opt.parse_size(kv_budget, "--kv-budget") if kv_budget else None,
     }
     start_logging(logging.WARNING)
     opt.use_threads(threads)  # before anything imports torch
     from cli.membership import read_membership
     from node.settings import NodeSettings
+    from routing.identity import Identity
 
     membership = read_membership(network, psk_file)
+    if key is not None and key.exists():
+        Identity.load(key)  # says what is wrong with it before the long imports; the node reads it again
     settings = NodeSettings.model_validate(
         {
             "model": model,
@@ -92,7 +97,19 @@ def host(
             **{name: value for name, value in limits.items() if value is not None},
         }
     )
+    _check_port(settings.listen)
     _serve(settings, Teller(events))
+
+
+def _check_port(listen: HostPort) -> None:
+    """Say before the weights are loaded that a port is taken; the node binds it when it can serve."""
+    from cli.ports import cannot_listen, listen_on
+
+    try:
+        with suppress(socket.gaierror):  # the node may resolve what we cannot
+            listen_on(listen.host, listen.port).close()
+    except OSError as error:
+        raise cannot_listen(listen.host, listen.port, error, "--listen") from error
 
 
 def _serve(settings: NodeSettings, teller: Teller) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cli.failures import CommandError
+
 app = typer.Typer(no_args_is_help=True, help="Make or show the identity key of a node or gateway.")
 
 KeyPath = Annotated[
@@ -40,4 +42,6 @@ def show(path: KeyPath = None) -> None:
     from routing.identity import Identity
 
     source = path or default_key_path()
+    if not source.exists():
+        raise CommandError(f"there is no key file {source}: `diffuse keys new` makes one")
     typer.echo(f"{Identity.load(source).node_id.hex()}  {source}")

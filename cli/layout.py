@@ -32,8 +32,9 @@ def plan_nodes(
     first, last = (0, 0) if is_thin else local_layers
     remote = num_layers - first - last
     if remote < num_nodes:
+        nodes = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
         raise CommandError(
-            f"{max(remote, 0)} of the model's {num_layers} layers are left for {num_nodes} nodes: "
+            f"{max(remote, 0)} of the model's {num_layers} layers are left for {nodes}: "
             "use fewer --nodes or smaller --local-layers"
         )
     share, rest = divmod(remote, num_nodes)

@@ -17,6 +17,9 @@ from rich.text import Text
 from cli import show
 from cli.answer import Timings
 
+ECHO_WIDTH = (
+    3  # room behind the numbers for the ^C that a terminal echoes: on another line it upsets redrawing
+)
 REFRESH_PER_S = 10  # calm to the eye, and cheap beside a token
 
 
@@ -62,10 +65,9 @@ class LiveAnswer:
 
     def _draw(self) -> Group:
         elapsed = show.seconds(time.perf_counter() - self._began)
-        return Group(
-            Text(self._line),
-            Text(f"{elapsed} | {self._status}", style="dim", overflow="ellipsis", no_wrap=True),
-        )
+        numbers = Text(f"{elapsed} | {self._status}", style="dim", no_wrap=True)
+        numbers.truncate(max(1, self._console.width - ECHO_WIDTH), overflow="ellipsis")
+        return Group(Text(self._line), numbers)
 
 
 def status_line(timings: Timings, first: Timings) -> str:

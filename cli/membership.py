@@ -1,7 +1,6 @@
-"""Which swarm we belong to, and as whom: the network id, the shared secret and the identity behind three
-flags.
+"""Which swarm we belong to: the network id and the shared secret behind two flags.
 
-Knows files and their permissions; the keys themselves go to `routing` and are never printed.
+Knows files and their permissions; what is read goes to `routing` and is never printed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from routing.errors import SettingsError
-from routing.identity import Identity
 
 PSK_SIZE: Final = 32
 _DOMAIN: Final = b"diffuse/network/1"
@@ -62,8 +60,3 @@ def read_psk(path: Path) -> bytes:
             f"and chmod 600 {path}"
         )
     return decoded
-
-
-def read_identity(path: Path | None) -> Identity:
-    """The identity in a key file, or a new one for this process only. Raises `SettingsError`."""
-    return Identity.load(path) if path else Identity.generate()

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from cli import failures, show
 from cli import options as opt
 
@@ -24,12 +26,17 @@ def models(
     psk_file: opt.PskFileOption = None,
     json: opt.JsonOption = False,
 ) -> None:
-    """List the models of a gateway (--url), or which layers each node (--node) serves."""
+    """List the models of a gateway (--url), or which layers each node (--node) serves.
+
+    Exits with 1 if a node does not answer.
+    """
     if node:
         reports = asyncio.run(_survey(node, network, psk_file))
         show.print_json({"nodes": [_node_entry(report) for report in reports]}) if json else _print_nodes(
             reports
         )
+        if any(report.error is not None for report in reports):
+            raise typer.Exit(failures.EXIT_FAILURE)
         return
     listed = asyncio.run(_list(url, api_key))
     show.print_json({"data": listed}) if json else _print_models(listed)

@@ -5,12 +5,13 @@ Knows the syntax of flags, not what the commands do with them.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TextIO
 
 import typer
 
@@ -125,50 +126,50 @@ SystemOption = Annotated[str | None, typer.Option("--system", help="A system mes
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-def parse_layers(text: str) -> tuple[int, int]:
-    """Read `0:10` as a half-open range of layers."""
-    start, colon, end = text.partition(":")
-    if not (colon and start.isdecimal() and end.isdecimal() and int(start) < int(end)):
-        raise typer.BadParameter(
-            f"{text!r}: give layers as START:END, counted from 0, END not included (0:10)"
-        )
-    return int(start), int(end)
-
-
 def parse_local_layers(text: str) -> tuple[int, int]:
     """Read `K` or `K:J`; J is 0 unless given."""
     first, _, last = text.partition(":")
     last = last or "0"
     if not (first.isdecimal() and last.isdecimal()):
-        raise typer.BadParameter(f"{text!r}: give the number of first and last layers as K or K:J (1:0)")
+        raise typer.BadParameter(
+            f"{text!r}: give the number of first and last layers as K or K:J (1:0)",
+            param_hint="'--local-layers'",
+        )
     return int(first), int(last)
 
 
-def parse_host_port(text: str) -> tuple[str, int]:
-    """Read `HOST:PORT` or `[v6]:PORT`."""
+def parse_host_port(text: str, flag: str) -> tuple[str, int]:
+    """Read the `HOST:PORT` or `[v6]:PORT` that was given for a flag."""
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if not (colon and bare and port.isdecimal() and int(port) < 1 << 16) or (":" in bare and bare == host):
-        raise typer.BadParameter(f"{text!r}: give it as HOST:PORT (127.0.0.1:7000, [::1]:7000)")
+        raise typer.BadParameter(
+            f"{text!r}: give it as HOST:PORT (127.0.0.1:7000, [::1]:7000)", param_hint=f"'{flag}'"
+        )
     return bare, int(port)
 
 
-def parse_size(text: str) -> int:
-    """Read `500MB`, `2GB` or plain bytes, in decimal units."""
+def parse_size(text: str, flag: str) -> int:
+    """Read the `500MB`, `2GB` or plain bytes, in decimal units, that were given for a flag."""
     number, unit = text.strip().upper().rstrip("BKMGT"), text.strip().upper().lstrip("0123456789.")
     factors = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     try:
         return int(float(number) * factors[unit])
     except (ValueError, KeyError):
-        raise typer.BadParameter(f"{text!r}: give a size like 500MB or 2GB") from None
+        raise typer.BadParameter(f"{text!r}: give a size like 500MB or 2GB", param_hint=f"'{flag}'") from None
 
 
 def read_prompt(prompt: str) -> str:
     """The prompt itself; `-` reads standard input."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = standard_input().read() if prompt == "-" else prompt
     if not text.strip():
-        raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
+        raise typer.BadParameter("the prompt is empty", param_hint="'--prompt'")
     return text
+
+
+def standard_input() -> TextIO:
+    """Standard input, empty where whoever started us has closed it."""
+    return sys.stdin or io.StringIO()
 
 
 def use_threads(num_threads: int | None) -> None:

@@ -56,13 +56,14 @@ def query(
 
 async def _ask(target: Target, question: Question) -> None:
     async with open_answerer(target) as answerer, aclosing(answerer.answer(question)) as pieces:
-        async for piece in pieces:
-            match piece:
-                case Piece():
-                    show.write_answer(piece.text)
-                case End():
-                    show.write_answer("\n")
-                    show.note(show.timings_line(piece.timings))
+        with show.whole_lines() as write:
+            async for piece in pieces:
+                match piece:
+                    case Piece():
+                        write(piece.text)
+                    case End():
+                        ending = show.timings_line(piece.timings)
+        show.note(ending)
 
 
 async def _ask_as_json(target: Target, question: Question) -> None:

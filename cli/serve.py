@@ -59,7 +59,7 @@ def serve(
         list[str] | None, typer.Option("--alias", metavar="ALIAS=MODEL", help="Another name for the model.")
     ] = None,
     max_requests: Annotated[
-        int | None, typer.Option("--max-requests", min=1, help="Answers at once; more get a 429.")
+        int | None, typer.Option("--max-requests", min=1, help="Answers at once; more get a 503.")
     ] = None,
     request_timeout: Annotated[
         float | None,
@@ -92,13 +92,14 @@ def serve(
         "drain_s": drain,
     }
     if listen is not None:
-        chosen["host"], chosen["port"] = opt.parse_host_port(listen)
+        chosen["host"], chosen["port"] = opt.parse_host_port(listen, "--listen")
     from cli.membership import read_membership
     from routing.addresses import parse_address
 
     gateway, membership = _gateway_settings(chosen), read_membership(network, psk_file)
     nodes = tuple(parse_address(text) for text in node)
     layers = opt.parse_local_layers(local_layers)
+    listener = _listener(gateway, listen_fd)
     with heavy_imports():  # once everything that can be wrong with a flag has been looked at
         from app.engine.swarm import SwarmSettings
 
@@ -116,12 +117,12 @@ def serve(
         threads=threads,
         cache_dir=cache_dir,
     )
-    _serve(gateway, swarm, Teller(events, public_addr), listen_fd)
+    _serve(gateway, swarm, Teller(events, public_addr), listener)
 
 
 def _hosts(allowed_host: list[str] | None, public_addr: str | None) -> list[str] | None:
     """The Host names to allow: those named, and the one that clients are told."""
-    public = [opt.parse_host_port(public_addr)[0]] if public_addr else []
+    public = [opt.parse_host_port(public_addr, "--public-addr")[0]] if public_addr else []
     return [*(allowed_host or ()), *public] or None
 
 
@@ -132,10 +133,22 @@ def _gateway_settings(chosen: dict[str, Any]) -> GatewaySettings:
     return GatewaySettings(**{name: value for name, value in chosen.items() if value is not None})
 
 
-def _serve(gateway: GatewaySettings, swarm: SwarmSettings, teller: Teller, listen_fd: int | None) -> None:
+def _listener(gateway: GatewaySettings, listen_fd: int | None) -> socket.socket:
+    """The socket that clients reach, ours from now on; a supervisor may have taken it already."""
+    from cli.ports import cannot_listen, listen_on
+
+    if listen_fd is not None:
+        return socket.socket(fileno=listen_fd)
+    host = gateway.host.strip("[]")
+    try:
+        return listen_on(host, gateway.port)
+    except OSError as error:
+        raise cannot_listen(host, gateway.port, error, "--listen") from error
+
+
+def _serve(gateway: GatewaySettings, swarm: SwarmSettings, teller: Teller, listener: socket.socket) -> None:
     from app.serving import run_gateway
     from cli.runtime import run_fast, run_until_signal
 
-    sockets = None if listen_fd is None else [socket.socket(fileno=listen_fd)]
-    run_fast(run_until_signal(run_gateway(gateway, swarm, on_event=teller.tell, sockets=sockets)))
+    run_fast(run_until_signal(run_gateway(gateway, swarm, on_event=teller.tell, sockets=[listener])))
     show.note("stopped")

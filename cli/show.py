@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
@@ -33,6 +34,26 @@ def write_answer(text: str) -> None:
     """Print a piece of an answer at once; into a pipe or file unchanged, on a terminal without controls."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+@contextmanager
+def whole_lines() -> Iterator[Callable[[str], None]]:
+    """How to print the pieces of an answer; what is said after it, a failure too, begins on a new line."""
+    is_begun = False
+
+    def write(text: str) -> None:
+        nonlocal is_begun
+        write_answer(text)
+        is_begun = True
+
+    try:
+        yield write
+    except BaseException:
+        if is_begun:
+            with suppress(OSError):  # nobody is there to read the end
+                write_answer("\n")
+        raise
+    write_answer("\n")
 
 
 def print_json(value: Mapping[str, Any]) -> None:

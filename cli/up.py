@@ -87,15 +87,12 @@ def prepare(
 
 def _take_port(port: int) -> socket.socket:
     """Hold the port from now on, so that a busy one costs nobody a long wait."""
-    from cli.ports import bind_loopback
+    from cli.ports import bind_loopback, cannot_listen
 
     try:
         return bind_loopback(port)
     except OSError as error:
-        raise CommandError(
-            f"port {port} of this machine can't be used ({error.strerror}): stop what listens there, "
-            "or choose another with --port"
-        ) from error
+        raise cannot_listen("127.0.0.1", port, error, "--port") from error
 
 
 class _Swarm:
@@ -195,6 +192,7 @@ def _announce(ready: Event, prepared: Event) -> None:
     show.out("")
     show.out(f"base_url  {url}")
     show.out(f"models    {', '.join(map(str, models))}")
-    body = f'{{"model": "{models[0]}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    messages = '[{"role": "user", "content": "Name three rivers of Europe."}]'
+    body = f'{{"model": "{models[0]}", "stream": true, "temperature": 0.2, "messages": {messages}}}'
     show.out(f"try       curl -N {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     show.out("stop      Ctrl+C")

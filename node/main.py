@@ -28,17 +28,15 @@ from routing.wire import SealKey
 
 logger = logging.getLogger(__name__)
 
-WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - to refuse them as addresses to tell others
 DIGEST_PREFIX = 8  # of a model's digest in capabilities: enough to tell models apart
 
 
 async def run_node(settings: NodeSettings, *, on_event: OnEvent) -> None:
     """Load, measure, listen and serve until cancelled; then free every session and close every link.
 
-    Raises SettingsError when a file, a layer range or an address is wrong, and ModelError when the model cannot be
-    read, or cannot be cut exactly.
+    Raises SettingsError when a file, a layer range or the address to bind is wrong, and ModelError when the model
+    cannot be read, or cannot be cut exactly.
     """
-    _check_public_address(settings)
     identity = load_identity(settings.key_path)
     scheduler: Scheduler[StepJob] = Scheduler()
     try:
@@ -99,7 +97,7 @@ async def _serve(
             on_event(_ready(settings, identity, bound, loaded))
             await server.sweep_for_ever()
         except LinkError as error:
-            trouble = SettingsError(f"cannot listen on {settings.listen}: {error.text}")
+            trouble = SettingsError(error.text)
         finally:
             server.close()
             await endpoint.close()
@@ -131,13 +129,3 @@ def _ready(
         bytes_read=loaded.bytes_read,
         peak_memory_bytes=peak_memory_bytes(),
     )
-
-
-def _check_public_address(settings: NodeSettings) -> None:
-    if settings.public_addr is None and settings.listen.host in WILDCARDS:
-        raise SettingsError(
-            f"{settings.listen} is bound on every interface, which is no address to tell others: "
-            "name the one they should dial with --public-addr HOST:PORT"
-        )
-    if settings.public_addr is not None and settings.public_addr.host in WILDCARDS:
-        raise SettingsError(f"--public-addr {settings.public_addr} is no address that others can dial")

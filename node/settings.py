@@ -6,12 +6,13 @@ Parsed and checked here once; everything behind trusts it. Knows nothing of flag
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from routing.types import SliceSpec
 
+WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - to refuse them as addresses to tell others
 MAX_ROWS = 4096  # rows of one step: 64 MiB of float32 at a hidden size of 4096, the largest message (transport.md 5.6)
 MAX_SESSIONS = (
     256  # beyond it a step waits for whole seconds on any CPU; the planner should have gone elsewhere
@@ -57,7 +58,7 @@ def parse_layers(text: object) -> object:
 class NodeSettings(BaseModel):
     """Everything `run_node` needs. `listen` is what is bound, `public_addr` what is told to others."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, hide_input_in_errors=True)
 
     model: str
     layers: Annotated[SliceSpec | None, BeforeValidator(parse_layers)] = None  # None: every layer
@@ -80,3 +81,14 @@ class NodeSettings(BaseModel):
     max_sessions_per_peer: Annotated[int, Field(ge=1)] = MAX_SESSIONS_PER_PEER
     max_rows: Annotated[int, Field(ge=1, le=65535)] = MAX_ROWS
     max_idle_timeout_s: Annotated[int, Field(ge=1)] = MAX_IDLE_TIMEOUT_S
+
+    @model_validator(mode="after")
+    def _can_be_dialled(self) -> Self:
+        if self.public_addr is None and self.listen.host in WILDCARDS:
+            raise ValueError(
+                f"{self.listen} is bound on every interface, which is no address to tell others: "
+                "name the one they should dial with --public-addr HOST:PORT"
+            )
+        if self.public_addr is not None and self.public_addr.host in WILDCARDS:
+            raise ValueError(f"--public-addr {self.public_addr} is no address that others can dial")
+        return self

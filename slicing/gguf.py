@@ -6,6 +6,7 @@ count in the process that serves. Knows nothing of how tensors are renamed.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib
 import importlib.util
@@ -57,15 +58,21 @@ def converted_folder(file: Path, cache_dir: Path | None = None, progress: Progre
         return folder
     with locked(folder):
         if not folder.is_dir():
+            _delete_leftovers(folder)
             _check_space(file, folder.parent)
             partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
             try:
                 _convert_in_child(file, partial, progress)
                 partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _delete_leftovers(folder: Path) -> None:
+    """Delete what conversions left that were killed: whoever holds the lock knows that none is running."""
+    for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _key(file: Path) -> str:

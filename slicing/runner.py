@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slicing.block_slice import BlockSlice, Cancelled, IsCancelled
@@ -28,6 +29,7 @@ from slicing.stacks import (
     share_tensors,
 )
 from slicing.weights import Checkpoint, load_parameters
+from slicing.wide_head import widen
 
 __all__ = ["Cancelled", "CannotRollBack", "KVCache", "Parts", "PlainRunner"]
 
@@ -100,6 +102,11 @@ class PlainRunner:
         part = build_weightless(model.config, model.dtype)
         share_tensors(part, model, needed_parameters(find_stack(part), report.ends, parts))
         return cls(_on_device(part, model.device), parts, report)
+
+    def widen_head(self, num_threads: int) -> bool:
+        """Share single rows of the head among threads, where that keeps the bits; tell whether it does."""
+        head = self._slice.model.get_output_embeddings()
+        return self.parts.closing and type(head) is nn.Linear and widen(head, num_threads)
 
     def new_cache(self) -> KVCache:
         """Return the empty storage of a new session."""

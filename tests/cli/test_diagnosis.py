@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cli.diagnosis import Finding, HomeParts, examine
+from cli.diagnosis import Finding, HomeParts, OwnModel, examine
 from cli.survey import NodeReport
 from routing.errors import ErrorCode, LinkError, SecurityError
 from routing.types import Description, NodeAddress, NodeId, SliceOffer, SliceSpec, WireDtype
@@ -54,7 +54,7 @@ def test_the_missing_layers_are_named_exactly() -> None:
     told = problems(examine(reports, HomeParts(1, 0)))
     assert told == [
         "tiny: no node serves layers 11:15, 28:30: "
-        "start `diffuse host --layers 11:15` and `diffuse host --layers 28:30`"
+        "start `diffuse host --model tiny --layers 11:15` and `diffuse host --model tiny --layers 28:30`"
     ]
 
 
@@ -90,6 +90,16 @@ def test_replicas_that_loaded_other_weights_are_named_with_the_layers() -> None:
         "tiny: node 01010101 at 10.0.0.1:7001 and node 02020202 at 10.0.0.1:7002 hold different weights "
         "for layers 11:13: reload one"
     ]
+
+
+def test_a_node_with_another_model_than_ours_is_named_with_both() -> None:
+    reports = [node(1, offer(1, 30)), node(2, offer(1, 30, digest=b"\x02" * 32))]
+    own = OwnModel("mine", reports[0].description.slices[0].model_digest)  # type: ignore[union-attr]
+    told = problems(examine(reports, HomeParts(1, 0), own))
+    assert told[0] == (
+        f"node {'02' * 4} at 10.0.0.1:7002: serves tiny ({'02' * 6}), but mine here is {own.digest.hex()[:12]}: "
+        "give both sides the same --model files"
+    )
 
 
 def test_two_models_under_one_name_are_told_apart() -> None:

@@ -47,6 +47,22 @@ def test_another_program_on_the_port_is_a_problem(diffuse: Diffuse, gateway: Fak
     assert findings(result.stdout)[f"port {port}"][0] == "problem"
 
 
+def test_a_port_that_is_none_is_a_usage_error(diffuse: Diffuse) -> None:
+    assert diffuse("doctor", "--port", "70000").exit_code == 2
+
+
+def test_a_model_that_cannot_be_opened_is_a_problem(diffuse: Diffuse) -> None:
+    result = diffuse("doctor", "--port", "0", "--model", "nosuchmodel", "--json")
+    assert result.exit_code == 1
+    assert findings(result.stdout)["--model"][0] == "problem"
+
+
+def test_models_fails_when_a_node_does_not_answer(diffuse: Diffuse) -> None:
+    result = diffuse("models", "--node", f"{'ab' * 32}@127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "node abababab at 127.0.0.1:1" in result.stderr
+
+
 def test_the_key_that_others_can_read_is_named(diffuse: Diffuse, tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     diffuse("keys", "new", str(path))

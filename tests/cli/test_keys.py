@@ -29,6 +29,12 @@ def test_an_existing_key_is_not_overwritten(diffuse: Diffuse, tmp_path: Path) ->
     assert path.read_bytes() == before
 
 
+def test_a_key_that_is_not_there_is_told_with_the_command(diffuse: Diffuse, tmp_path: Path) -> None:
+    result = diffuse("keys", "show", str(tmp_path / "none.key"))
+    assert result.exit_code == 1
+    assert "`diffuse keys new` makes one" in result.stderr
+
+
 def test_a_key_that_others_can_read_is_refused_with_the_cure(diffuse: Diffuse, tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     diffuse("keys", "new", str(path))

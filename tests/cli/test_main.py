@@ -69,6 +69,16 @@ def test_a_reader_that_leaves_early_causes_no_traceback(gateway: FakeGateway) ->
     assert process.returncode == 1
 
 
+@pytest.mark.skipif(os.name != "posix", reason="closes a descriptor before the start")
+@pytest.mark.parametrize("arguments", [["chat"], ["query", "--prompt", "-"]])
+def test_a_closed_standard_input_is_an_empty_one(gateway: FakeGateway, arguments: list[str]) -> None:
+    command = own_command([*arguments, "--url", gateway.url])
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh", *command]
+    done = subprocess.run(closed, capture_output=True, text=True, check=False)
+    assert "fault of ours" not in done.stderr
+    assert gateway.requests == []
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_ended_query_leaves_the_code_shells_expect_and_no_traceback(

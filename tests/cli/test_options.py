@@ -15,26 +15,26 @@ def test_local_layers_default_their_second_number_to_none_at_the_end() -> None:
 
 
 def test_host_and_port_may_be_ipv6() -> None:
-    assert opt.parse_host_port("127.0.0.1:8000") == ("127.0.0.1", 8000)
-    assert opt.parse_host_port("[::1]:7000") == ("::1", 7000)
+    assert opt.parse_host_port("127.0.0.1:8000", "--listen") == ("127.0.0.1", 8000)
+    assert opt.parse_host_port("[::1]:7000", "--listen") == ("::1", 7000)
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:70000", "::1:7000", "host:x"])
 def test_a_wrong_address_is_a_usage_error(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="HOST:PORT"):
-        opt.parse_host_port(text)
+        opt.parse_host_port(text, "--listen")
 
 
 def test_sizes_are_decimal() -> None:
-    assert opt.parse_size("500MB") == 500_000_000
-    assert opt.parse_size("1.5gb") == 1_500_000_000
-    assert opt.parse_size("4096") == 4096
+    assert opt.parse_size("500MB", "--kv-budget") == 500_000_000
+    assert opt.parse_size("1.5gb", "--kv-budget") == 1_500_000_000
+    assert opt.parse_size("4096", "--kv-budget") == 4096
 
 
 @pytest.mark.parametrize("text", ["", "MB", "5 apples", "-1MB", "5MBB"])
 def test_a_wrong_size_is_a_usage_error(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="500MB"):
-        opt.parse_size(text)
+        opt.parse_size(text, "--kv-budget")
 
 
 def test_a_system_message_comes_first() -> None:

@@ -57,6 +57,13 @@ def test_a_stream_without_a_finish_is_no_answer(diffuse: Diffuse, gateway: FakeG
     result = diffuse("query", "--prompt", "Hi", "--url", gateway.url)
     assert result.exit_code == 1
     assert "cut short" in result.stderr
+    assert result.stdout == "half\n"  # what is said next begins on a line of its own
+
+
+def test_a_refused_question_prints_no_answer_at_all(diffuse: Diffuse, gateway: FakeGateway) -> None:
+    gateway.status, gateway.error = 400, {"message": "too long"}
+    result = diffuse("query", "--prompt", "Hi", "--url", gateway.url, "--model", "tiny")
+    assert (result.exit_code, result.stdout) == (1, "")
 
 
 def test_a_refusal_names_the_reason_and_the_key(diffuse: Diffuse, gateway: FakeGateway) -> None:
@@ -71,6 +78,12 @@ def test_nothing_listening_says_what_to_start(diffuse: Diffuse) -> None:
     assert result.exit_code == 1
     assert "diffuse up" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_failed_connection_says_the_systems_reason(diffuse: Diffuse, gateway: FakeGateway) -> None:
+    result = diffuse("query", "--prompt", "Hi", "--url", gateway.url.replace("http:", "https:"))
+    assert "no gateway answers at https://" in result.stderr
+    assert "SSL" in result.stderr
 
 
 def test_a_server_that_is_no_gateway_is_called_so(diffuse: Diffuse, gateway: FakeGateway) -> None:

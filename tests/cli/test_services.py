@@ -8,12 +8,14 @@ import signal
 import sys
 import types
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.membership import network_id
+from cli.ports import bind_loopback
 from cli.runtime import run_until_signal
 from tests.cli.conftest import Diffuse
 
@@ -40,8 +42,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings that `serve` starts a gateway with."""
     seen: list[Any] = []
     monkeypatch.setattr(
-        "cli.serve._serve", lambda gateway, swarm, teller, listen_fd: seen.extend((gateway, swarm))
+        "cli.serve._serve", lambda gateway, swarm, teller, listener: seen.extend((gateway, swarm))
     )
+    monkeypatch.setattr("cli.serve._listener", lambda gateway, listen_fd: None)
     for name in [name for name in os.environ if name.startswith("DIFFUSE_")]:
         monkeypatch.delenv(name)
     return seen
@@ -85,6 +88,63 @@ def test_a_wrong_flag_of_a_node_is_named(diffuse: Diffuse, hosted: list[Any]) ->
         assert result.exit_code == 2
         assert said in result.stderr
     assert hosted == []
+
+
+def test_what_a_node_could_not_use_is_said_before_it_starts(
+    diffuse: Diffuse, hosted: list[Any], tmp_path: Path
+) -> None:
+    key = tmp_path / "node.key"
+    key.write_bytes(b"garbage")
+    key.chmod(0o600)
+    with closing(bind_loopback(0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        for flags, said in (
+            (("--key", str(key)), "does not hold a raw 32-byte key"),
+            (("--listen", taken), f"{taken} is in use: stop what listens there, or choose another port"),
+            (("--listen", "0.0.0.0:0"), "--public-addr HOST:PORT"),
+            (("--kv-budget", "much"), "'--kv-budget'"),
+        ):
+            result = diffuse("host", *flags)
+            assert result.exit_code != 0
+            assert said in " ".join(result.stderr.split())
+    assert hosted == []
+
+
+def test_a_gateways_port_in_use_is_said_before_the_long_imports(diffuse: Diffuse) -> None:
+    with closing(bind_loopback(0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
+        result = diffuse("serve", "--node", NODE, "--listen", taken, "--model", "nosuchmodel")
+    assert result.exit_code == 1
+    assert (
+        f"{taken} is in use: stop what listens there, or choose another port with --listen" in result.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        (("--alias", "x"), {}, "diffuse: --alias: write aliases as"),
+        (("--listen", "nowhere"), {}, "'--listen'"),
+        (("--public-addr", "nowhere"), {}, "'--public-addr'"),
+        (("--local-layers", "x"), {}, "'--local-layers'"),
+        ((), {"DIFFUSE_KEEPALIVE_S": "soon"}, "diffuse: DIFFUSE_KEEPALIVE_S: "),
+        ((), {"DIFFUSE_PORT": "many"}, "diffuse: --listen or DIFFUSE_PORT: "),
+    ],
+)
+def test_a_wrong_setting_is_named_as_it_was_set(
+    flags: tuple[str, ...],
+    variables: dict[str, str],
+    said: str,
+    diffuse: Diffuse,
+    served: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = diffuse("serve", "--node", NODE, *flags)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert served == []
 
 
 def test_a_gateway_gets_what_its_flags_say(diffuse: Diffuse, served: list[Any]) -> None:

@@ -196,6 +196,6 @@ def test_a_busy_port_is_refused_before_anything_is_loaded(up: Callable[..., Up])
         port = listener.getsockname()[1]
         swarm = up("--port", str(port))
         assert swarm.process.wait(10) == 1
-    assert f"port {port} of this machine can't be used" in swarm.stderr
+    assert f"127.0.0.1:{port} is in use" in swarm.stderr
     assert "--port" in swarm.stderr
     assert swarm.stderr.count("\n") == 1

@@ -152,7 +152,6 @@ async def test_what_is_bound_and_what_is_told_are_two_things(folder: Path) -> No
     [
         ({"layers": "2:5"}, SettingsError, "the model has layers 0:4"),
         ({"model": "/nowhere/at/all"}, ModelError, "nowhere"),
-        ({"listen": "0.0.0.0:0"}, SettingsError, "--public-addr"),
     ],
 )
 async def test_what_cannot_be_served_is_said_at_once(

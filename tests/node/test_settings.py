@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from node.main import _check_public_address
 from node.settings import HostPort
-from routing.errors import SettingsError
 from routing.types import SliceSpec
 from tests.node.rig import node_settings
 
@@ -42,8 +40,14 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_a_wildcard_is_never_told_to_others() -> None:
-    with pytest.raises(SettingsError, match="--public-addr"):
-        _check_public_address(node_settings(listen="0.0.0.0:0"))
-    with pytest.raises(SettingsError, match="no address"):
-        _check_public_address(node_settings(public_addr="0.0.0.0:1"))
-    _check_public_address(node_settings(listen="0.0.0.0:0", public_addr="192.168.1.5:0"))
+    with pytest.raises(ValidationError, match="--public-addr"):
+        node_settings(listen="0.0.0.0:0")
+    with pytest.raises(ValidationError, match="no address"):
+        node_settings(public_addr="0.0.0.0:1")
+    assert str(node_settings(listen="0.0.0.0:0", public_addr="192.168.1.5:0").public_addr) == "192.168.1.5:0"
+
+
+def test_a_refusal_shows_no_secret() -> None:
+    with pytest.raises(ValidationError) as refusal:
+        node_settings(listen="0.0.0.0:0", psk=b"p" * 32)
+    assert "ppp" not in str(refusal.value)

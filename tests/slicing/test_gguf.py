@@ -96,6 +96,16 @@ def test_a_conversion_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> N
     assert [file.suffix for file in (tmp_path / "cache" / "gguf").iterdir()] == [".lock"]
 
 
+def test_what_a_killed_conversion_left_is_deleted_by_the_next_of_the_same_file(tmp_path: Path) -> None:
+    write_gguf(gguf_model("llama"), tmp_path / "a[1].gguf")
+    folder = converted_folder(tmp_path / "a[1].gguf", tmp_path / "cache")
+    another = folder.with_name("other-0123.99.partial")
+    for leftover in (folder.rename(folder.with_name(f"{folder.name}.99.partial")), another):
+        leftover.mkdir(exist_ok=True)
+    assert converted_folder(tmp_path / "a[1].gguf", tmp_path / "cache") == folder
+    assert list(folder.parent.glob("*.partial")) == [another]  # it may be at work: its lock is not ours
+
+
 def test_stopping_the_progress_stops_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import time\nprint(1, 2, flush=True)\ntime.sleep(60)"
     children: list[subprocess.Popen[str]] = []
