@@ -24,7 +24,7 @@ else
 # they are installed without their dependencies and are never among ours.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "installing into $(VENV): 1.7 GB, which takes some minutes the first time"
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c "$$MAKE_VENV" $(VENV)
 	@echo "  torch (1 of 3)"
 	@$(PIP) install -c constraints.txt torch
 	@echo "  diffuse and what it and its tests need (2 of 3)"
@@ -75,6 +75,18 @@ except ImportError:
     sys.exit(f"{sys.executable} cannot make an environment with pip: install its venv package, or make PYTHON=/path/to/another")
 endef
 export CHECK_PYTHON
+
+# One that another Python made is made anew: two Pythons in one environment break both.
+define MAKE_VENV
+import os, pathlib, sys
+config = pathlib.Path(sys.argv[1], "pyvenv.cfg")
+lines = config.read_text().splitlines() if config.exists() else []
+made_by = dict(line.split(" = ", 1) for line in lines if " = " in line)
+is_ours = made_by.get("home") == os.path.dirname(sys._base_executable)
+is_ours = is_ours and made_by.get("version", "").startswith("{}.{}.".format(*sys.version_info))
+os.execv(sys.executable, [sys.executable, "-m", "venv", *([] if is_ours else ["--clear"]), sys.argv[1]])
+endef
+export MAKE_VENV
 
 define RUN_LOCKED
 import fcntl, signal, subprocess, sys

@@ -74,6 +74,7 @@ def load_slice(settings: NodeSettings, report: LoadReport) -> LoadedSlice:
     dtype = choose_dtype(settings, checkpoint.dtype, remembered)
     parts = _parts(spec, checkpoint.config.num_hidden_layers, hold_ends=settings.hold_ends)
     runner = PlainRunner.load(checkpoint, parts, dtype=dtype, device=settings.device, progress=report)
+    runner.widen_head()
     load_s = time.perf_counter() - started
 
     threads = choose_threads(settings, runner.measure_layer_ms, remembered)

@@ -6,6 +6,7 @@ knows no sockets and no scheduler; one thread at a time may use it.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ __all__ = ["Cancelled", "CannotRollBack", "KVCache", "Parts", "PlainRunner"]
 ALIGNMENT_BYTES = 64  # torch's own; kernels take another path (other bits) for rows at odd addresses
 UNLIMITED_POSITIONS = 1 << 20  # for models without a table of positions or a trained limit
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+MAX_HEAD_THREADS = 4  # a few cores take all that memory gives
 MEASURED_STEPS = 9  # a median of fewer moves by more than a tenth on a busy machine
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -103,10 +105,14 @@ class PlainRunner:
         share_tensors(part, model, needed_parameters(find_stack(part), report.ends, parts))
         return cls(_on_device(part, model.device), parts, report)
 
-    def widen_head(self, num_threads: int) -> bool:
-        """Share single rows of the head among threads, where that keeps the bits; tell whether it does."""
+    def widen_head(self, num_threads: int | None = None) -> bool:
+        """Share single rows of the head among threads (None: one a core, up to 4), where that keeps the bits.
+
+        Tells whether it was done.
+        """
         head = self._slice.model.get_output_embeddings()
-        return self.parts.closing and type(head) is nn.Linear and widen(head, num_threads)
+        number = num_threads or min(os.cpu_count() or 1, MAX_HEAD_THREADS)
+        return self.parts.closing and type(head) is nn.Linear and widen(head, number)
 
     def new_cache(self) -> KVCache:
         """Return the empty storage of a new session."""

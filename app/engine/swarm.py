@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from slicing.model_source import open_checkpoint
 from slicing.progress import Progress, no_progress
 from slicing.runner import Parts, PlainRunner, max_positions
 
-MAX_HEAD_THREADS = 4  # a few cores take all that memory gives
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
 
 
@@ -51,7 +49,6 @@ class SwarmSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     threads: int = 1
-    head_threads: int | None = None  # for single rows of the head; None: as many as there are cores, up to 4
     prefill_chunk: int = PREFILL_CHUNK
     max_positions: int | None = None
     cache_dir: Path | None = None
@@ -174,7 +171,7 @@ def _load_ends(
     parts = Parts(layers=held, opening=True, closing=True)
     dtype = _compute_dtype(settings, checkpoint)
     runner = PlainRunner.load(checkpoint, parts, dtype=dtype, device=settings.device, progress=progress)
-    runner.widen_head(settings.head_threads or min(os.cpu_count() or 1, MAX_HEAD_THREADS))
+    runner.widen_head()
     return runner, tokenizer
 
 

@@ -321,6 +321,9 @@ class ChainTextEngine:
         return await self._run(timed)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
+        """Compute off the loop; the ends of the thin mode pack a few ids, which two wake-ups would not be worth."""
+        if self._runner is None:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
 
 
