@@ -87,7 +87,14 @@ def test_an_ended_query_leaves_the_code_shells_expect_and_no_traceback(
     gateway.hold = True
     gateway.says("first")
     command = own_command(["query", "--prompt", "Hi", "--url", gateway.url])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a test run in the background ignores it
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.read(5) == b"first"
         process.send_signal(number)
