@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -19,6 +19,7 @@ from app.gateway import Gateway
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
+from routing.errors import SettingsError
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -56,6 +57,7 @@ async def run_gateway(
 
         async with open_swarm(swarm_settings, progress=tell_progress) as swarm:
             engines[swarm.engine.model_name] = swarm.engine
+            _check_aliases(settings, engines)
             gateway.is_loading = False
             on_event(
                 {
@@ -63,6 +65,7 @@ async def run_gateway(
                     "url": f"http://{_bracketed(host)}:{port}/v1",
                     "models": list(engines),
                     "missing_layers": [list(span) for span in swarm.engine.coverage().missing],
+                    "missing_ends": list(swarm.engine.coverage().missing_ends),
                     "load_s": round(swarm.load_s, 2),
                 }
             )
@@ -73,6 +76,14 @@ async def run_gateway(
             finally:
                 await gateway.drain()
     on_event({"event": "stopped"})
+
+
+def _check_aliases(settings: GatewaySettings, engines: Mapping[str, TextEngine]) -> None:
+    for alias, model in settings.model_aliases.items():
+        if model not in engines:
+            raise SettingsError(
+                f"--alias {alias}={model}: there is no such model here, only {', '.join(engines)}"
+            )
 
 
 @contextlib.asynccontextmanager

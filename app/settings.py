@@ -22,7 +22,9 @@ HEARTBEAT_S = 30.0  # clients that ignore comments need a parsed chunk at least 
 class GatewaySettings(BaseSettings):
     """Settings of `diffuse serve` about HTTP. Lists are comma-separated in the environment."""
 
-    model_config = SettingsConfigDict(env_prefix="DIFFUSE_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="DIFFUSE_", frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0 binds a free one

@@ -43,6 +43,8 @@ class Teller:
             case {"event": "ready", "url": url}:
                 missing = [(start, end) for start, end in event.get("missing_layers", ())]
                 warning = f", but no node serves layers {show.ranges(missing)} yet" if missing else ""
+                if ends := event.get("missing_ends"):
+                    warning += f", but no node holds the {' and '.join(ends)} end (--hold-ends)"
                 return f"serves {self._public_url(str(url))}{warning}"
             case {"event": "prepared", "model": model, "num_layers": num_layers}:
                 return f"{model} is here: {num_layers} layers"

@@ -111,7 +111,7 @@ def _offer(
     checkpoint: Checkpoint, runner: PlainRunner, spec: SliceSpec, parts: Parts, layer_ms: float
 ) -> SliceOffer:
     return SliceOffer(
-        model_name=checkpoint.name,
+        model_name=checkpoint.public_name,
         model_digest=checkpoint.digest,
         num_layers=runner.num_layers,
         hidden_size=runner.hidden_size,

@@ -76,6 +76,12 @@ class Checkpoint:
             raise ModelError(f"{folder} holds no tensors")
 
     @property
+    def public_name(self) -> str:
+        """What peers and clients are told: a model given by path goes by its last part, not by where it lies here."""
+        is_path = Path(self.name).expanduser().exists()
+        return Path(self.name).expanduser().resolve().name.removesuffix(".gguf") if is_path else self.name
+
+    @property
     def dtype(self) -> torch.dtype:
         """The floating-point type that most of the checkpoint's bytes are stored in."""
         sizes: Counter[torch.dtype] = Counter()

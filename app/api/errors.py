@@ -88,7 +88,7 @@ def not_ready(model: str, status: ModelStatus) -> ApiError:
     """The model cannot answer now: it is loading, or layers have no node."""
     if status.state == "loading":
         return unavailable("model_loading", f"the model `{model}` is still loading", ROUTE_RETRY_S)
-    return from_exception(NoRouteError(list(status.missing), model))
+    return from_exception(NoRouteError(status.missing, model, status.missing_ends))
 
 
 def internal(request_id: str) -> ApiError:
@@ -108,8 +108,7 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
         case RequestError():
             return ApiError(error.status, error.code, error.message, param=error.param)
         case NoRouteError():
-            message = f"{error}; start one, or wait for it" if error.missing else "no whole route exists now"
-            return unavailable("no_route", message, ROUTE_RETRY_S)
+            return unavailable("no_route", _no_route(error), ROUTE_RETRY_S)
         case RemoteError():
             return _from_network(error)
         case HTTPException():
@@ -124,6 +123,12 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
             return unavailable("shutting_down", "the gateway is shutting down", ROUTE_RETRY_S)
         case _:
             return internal(request_id)
+
+
+def _no_route(error: NoRouteError) -> str:
+    if error.missing_ends:
+        return f"{error}; with --ends remote the first and last node are started with --hold-ends"
+    return f"{error}; start one, or wait for it" if error.missing else "no whole route exists now"
 
 
 def is_client_gone(error: BaseException) -> bool:

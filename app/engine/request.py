@@ -117,6 +117,7 @@ class ModelStatus:
     state: ModelState
     num_layers: int
     missing: tuple[tuple[int, int], ...] = ()
+    missing_ends: tuple[str, ...] = ()  # thin mode: "opening", "closing"
 
     @property
     def is_ready(self) -> bool:

@@ -186,7 +186,7 @@ def _facts(settings: SwarmSettings, checkpoint: Checkpoint) -> ModelFacts:
     config = checkpoint.config
     limit = max_positions(config)
     return ModelFacts(
-        name=settings.name or checkpoint.name,
+        name=settings.name or checkpoint.public_name,
         digest=checkpoint.digest,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

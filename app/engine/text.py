@@ -138,7 +138,7 @@ class ChainTextEngine:
             plan_route(records, request)
         except NoRouteError as error:
             missing = error.missing or tuple(missing_layers(records, request))
-            return ModelStatus("partial", self._facts.num_layers, missing)
+            return ModelStatus("partial", self._facts.num_layers, missing, error.missing_ends)
         return ModelStatus("ready", self._facts.num_layers)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

@@ -20,6 +20,7 @@ from tests.support.local_engine import ScriptedEngine
 FAILURES: list[tuple[Exception, int, str]] = [
     (NoRouteError([(10, 20)], "scripted"), 503, "no_route"),
     (NoRouteError([]), 503, "no_route"),
+    (NoRouteError([], "scripted", ["closing"]), 503, "no_route"),
     (RequestError("temperature", "unsupported_by_route", "not on this route"), 400, "unsupported_by_route"),
     (remote_error(ErrorCode.HOP_LOST, hop=1), 503, "node_lost"),
     (remote_error(ErrorCode.LINK_LOST), 503, "node_lost"),

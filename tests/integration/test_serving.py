@@ -65,3 +65,11 @@ async def test_a_cancelled_load_ends_at_its_next_report(monkeypatch: pytest.Monk
 def test_a_gateway_that_holds_every_layer_is_refused() -> None:
     with pytest.raises(SettingsError, match="leave none of 30 layers"):
         swarm.middle_layers(swarm.SwarmSettings("m", (), bytes(32), local_layers=(20, 10)), 30)
+
+
+async def test_an_alias_of_a_model_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "open_swarm", no_swarm)
+    settings = GatewaySettings(port=0, model_aliases={"gpt": "other"})
+    with pytest.raises(SettingsError, match="gpt=other: there is no such model here, only m"):
+        async with asyncio.timeout(5):
+            await serving.run_gateway(settings, SWARM)

@@ -29,6 +29,13 @@ def test_the_digest_is_the_same_for_any_sharding(tmp_path: Path) -> None:
     assert len(one.digest) == 32
 
 
+def test_others_are_not_told_where_a_model_lies_here(tmp_path: Path) -> None:
+    folder = saved(tiny_model("llama"), tmp_path / "small-llama")
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.public_name == "small-llama"
+    assert str(tmp_path) not in checkpoint.public_name
+
+
 def test_the_digest_leaves_out_who_saved_the_files(tmp_path: Path) -> None:
     digest = open_folder(saved(tiny_model("llama"), tmp_path)).digest
     change_config(
