@@ -20,41 +20,41 @@ NUM_TOKENS = 64
 async def measure_split(report: Report, pairs: int) -> None:
     """At least 0.97 of stock generate at its faster thread count, with the ends at home and on the nodes."""
     report.section("split cost")
-    async with local_swarm(2) as at_home, local_swarm(2, ends="remote") as thin:
-        prompt_ids = chat_prompt(at_home.swarm, PROMPT)
-        folder = at_home.swarm.checkpoint.folder
-        speeds = {threads: await _stock_speed(folder, threads, prompt_ids) for threads in (1, 2)}
-        for threads, speed in speeds.items():
-            report.add("split cost", f"stock generate, {threads} thread(s), best of 3", speed, "tokens/s")
-        faster = max(speeds, key=lambda threads: speeds[threads])
-        sides = {"ends local": at_home, "ends remote": thin}
-        ours: dict[str, list[float]] = {name: [] for name in sides}
-        theirs: dict[str, list[float]] = {name: [] for name in sides}
-        same = True
-        with StockProcess(folder, faster) as stock:
-            await asyncio.to_thread(stock.generate, prompt_ids, 8)
-            for local in sides.values():
-                await answer(local.swarm, greedy_request(prompt_ids, 8))
-            for _ in range(pairs):
-                for name, local in sides.items():
-                    whole = await asyncio.to_thread(stock.generate, prompt_ids, NUM_TOKENS)
-                    seconds, text = await _timed(local, prompt_ids)
-                    theirs[name].append(NUM_TOKENS / whole["seconds"])
-                    ours[name].append(NUM_TOKENS / seconds)
-                    same = same and text == local.swarm.engine.tokenizer.decode(whole["ids"])
-        for name in sides:
-            ratios = [one / other for one, other in zip(ours[name], theirs[name], strict=True)]
-            report.add(
-                "split cost",
-                f"{name}: stock generate, {faster} thread(s)",
-                quartiles(theirs[name]),
-                "tokens/s",
-            )
-            report.add("split cost", f"{name}: two slices", quartiles(ours[name]), "tokens/s")
-            report.add(
-                "split cost", f"{name}: ratio over {pairs} alternated pairs", quartiles(ratios), "", ">= 0.97"
-            )
-        report.add("split cost", "greedy text equal to stock in every pair", same, "", "True")
+    faster = 0
+    for ends in ("local", "remote"):
+        async with local_swarm(2, ends=ends) as local:
+            prompt_ids = chat_prompt(local.swarm, PROMPT)
+            faster = faster or await _faster_thread_count(report, local.swarm.checkpoint.folder, prompt_ids)
+            await _measure_pairs(report, local, ends, faster, pairs)
+
+
+async def _measure_pairs(report: Report, local: LocalSwarm, ends: str, threads: int, pairs: int) -> None:
+    prompt_ids = chat_prompt(local.swarm, PROMPT)
+    ours: list[float] = []
+    theirs: list[float] = []
+    same = True
+    with StockProcess(local.swarm.checkpoint.folder, threads) as stock:
+        await asyncio.to_thread(stock.generate, prompt_ids, 8)
+        await answer(local.swarm, greedy_request(prompt_ids, 8))
+        for _ in range(pairs):
+            whole = await asyncio.to_thread(stock.generate, prompt_ids, NUM_TOKENS)
+            seconds, text = await _timed(local, prompt_ids)
+            theirs.append(NUM_TOKENS / whole["seconds"])
+            ours.append(NUM_TOKENS / seconds)
+            same = same and text == local.swarm.engine.tokenizer.decode(whole["ids"])
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    name = f"ends {ends}"
+    report.add("split cost", f"{name}: stock generate, {threads} thread(s)", quartiles(theirs), "tokens/s")
+    report.add("split cost", f"{name}: two slices", quartiles(ours), "tokens/s")
+    report.add("split cost", f"{name}: ratio over {pairs} alternated pairs", quartiles(ratios), "", ">= 0.97")
+    report.add("split cost", f"{name}: greedy text equal to stock in every pair", same, "", "True")
+
+
+async def _faster_thread_count(report: Report, folder: Path, prompt_ids: list[int]) -> int:
+    speeds = {threads: await _stock_speed(folder, threads, prompt_ids) for threads in (1, 2)}
+    for threads, speed in speeds.items():
+        report.add("split cost", f"stock generate, {threads} thread(s), best of 3", speed, "tokens/s")
+    return max(speeds, key=lambda threads: speeds[threads])
 
 
 async def _stock_speed(folder: Path, threads: int, prompt_ids: list[int]) -> float:

@@ -142,9 +142,7 @@ class Chain:
         async with _within(deadline_s):
             while (trouble := await self._or_trouble(answer)) is not None:
                 await self._recover(trouble)
-        recorded.answer = (
-            None  # what was handed out is not kept: a long session's answers are as large as its steps
-        )
+        recorded.answer = None  # not kept: a long session's answers are as large as its steps
         return answer.result()
 
     async def step(
