@@ -59,13 +59,14 @@ async def run_gateway(
             engines[swarm.engine.model_name] = swarm.engine
             _check_aliases(settings, engines)
             gateway.is_loading = False
+            status = swarm.engine.coverage()
             on_event(
                 {
                     "event": "ready",
                     "url": f"http://{_bracketed(host)}:{port}/v1",
                     "models": list(engines),
-                    "missing_layers": [list(span) for span in swarm.engine.coverage().missing],
-                    "missing_ends": list(swarm.engine.coverage().missing_ends),
+                    "missing_layers": [list(span) for span in status.missing],
+                    "missing_ends": list(status.missing_ends),
                     "load_s": round(swarm.load_s, 2),
                 }
             )

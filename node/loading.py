@@ -6,7 +6,6 @@ Runs on the compute thread, so that what is measured is what will serve. Knows n
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from routing.types import SliceOffer, SliceSpec
 from slicing.cache import cache_root
 from slicing.checkpoint import Checkpoint
 from slicing.model_source import open_checkpoint
+from slicing.progress import StoppableProgress
 from slicing.runner import Parts, PlainRunner
 
 logger = logging.getLogger(__name__)
@@ -39,25 +39,12 @@ class LoadedSlice:
     bytes_read: int
 
 
-class LoadStopped(Exception):
-    """Raised inside a load to end it early."""
-
-
-class LoadReport:
-    """Passes a load's events on, and ends the load when it is told to stop. Callable as `slicing.Progress`."""
+class LoadReport(StoppableProgress):
+    """Passes a load's events on, and ends the load when it is told to stop."""
 
     def __init__(self, tell: OnEvent) -> None:
+        super().__init__(lambda *progress: tell(events.progress(*progress)))
         self._tell = tell
-        self._stop = threading.Event()
-
-    def stop(self) -> None:
-        """End the load at its next sign of progress."""
-        self._stop.set()
-
-    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        if self._stop.is_set():
-            raise LoadStopped
-        self._tell(events.progress(stage, done_bytes, total_bytes))
 
     def measured(self, choice: FormChoice, layer_ms: float, *, is_remembered: bool) -> None:
         """Tell which form was chosen."""

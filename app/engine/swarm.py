@@ -24,10 +24,11 @@ from routing.errors import SettingsError
 from routing.identity import Identity
 from routing.switchboard import Switchboard
 from routing.types import Capabilities, NodeAddress, SliceSpec, WireDtype
+from slicing.buffers import DTYPES
 from slicing.checkpoint import Checkpoint
 from slicing.miniature import check_cut
 from slicing.model_source import open_checkpoint
-from slicing.progress import Progress, no_progress
+from slicing.progress import Progress, StoppableProgress, no_progress
 from slicing.runner import Parts, PlainRunner, max_positions
 
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
@@ -75,7 +76,7 @@ async def open_swarm(
     Raises ModelError (slicing) when the model cannot be opened or cut, SettingsError for settings that contradict it.
     """
     async with contextlib.AsyncExitStack() as stack:
-        loading = _StoppableProgress(progress)
+        loading = StoppableProgress(progress)
         compute = ThreadPoolExecutor(
             1, thread_name_prefix="ends", initializer=torch.set_num_threads, initargs=(settings.threads,)
         )
@@ -131,29 +132,6 @@ def middle_layers(settings: SwarmSettings, num_layers: int) -> SliceSpec:
     return SliceSpec(first, num_layers - last)
 
 
-class _LoadingStopped(Exception):
-    """Raised in the compute thread: whoever waited for the load has left."""
-
-
-class _StoppableProgress:
-    """Passes progress on, until it is told to stop: then the load that reports to it ends with an exception.
-
-    Otherwise a Ctrl+C during a download would wait for all of it, since a thread cannot be cancelled.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._is_stopped = False
-
-    def stop(self) -> None:
-        self._is_stopped = True
-
-    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        if self._is_stopped:
-            raise _LoadingStopped
-        self._progress(stage, done_bytes, total_bytes)
-
-
 def _open_checkpoint(settings: SwarmSettings, progress: Progress) -> tuple[Checkpoint, ModelFacts]:
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir, progress=progress)
     check_cut(checkpoint.config)
@@ -179,7 +157,7 @@ def _compute_dtype(settings: SwarmSettings, checkpoint: Checkpoint) -> torch.dty
     """Float32 on a CPU (exact, and its fastest), the checkpoint's own on an accelerator."""
     if settings.dtype == "auto":
         return torch.float32 if settings.device == "cpu" else checkpoint.dtype
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
+    return DTYPES[settings.dtype]
 
 
 def _facts(settings: SwarmSettings, checkpoint: Checkpoint) -> ModelFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,21 +44,16 @@ class Home:
         )
         return await self.switchboard.open_chain(request, ChainOptions(max_positions=64, **options))
 
-    def messages_sent(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for link in self.rig.network.links:
-            if link.own_id == self.endpoint.node_id:
-                for name, count in link.counters.messages_sent.items():
-                    total[name] = total.get(name, 0) + count
-        return total
+    def messages_sent(self) -> Counter[str]:
+        return self._count("messages_sent")
 
-    def messages_received(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for link in self.rig.network.links:
-            if link.own_id == self.endpoint.node_id:
-                for name, count in link.counters.messages_received.items():
-                    total[name] = total.get(name, 0) + count
-        return total
+    def messages_received(self) -> Counter[str]:
+        return self._count("messages_received")
+
+    def _count(self, name: str) -> Counter[str]:
+        """A counter of all our links, added up by message class."""
+        own = [link for link in self.rig.network.links if link.own_id == self.endpoint.node_id]
+        return sum((getattr(link.counters, name) for link in own), Counter())
 
 
 @contextlib.asynccontextmanager

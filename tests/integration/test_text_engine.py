@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from app.engine.request import Finished, GenerationRequest, RequestError, TextDelta
 from app.engine.text import ChainTextEngine, ModelFacts
@@ -27,6 +26,7 @@ from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
 from tests.integration.home import Home, home
 from tests.node.rig import DIGEST, Node, until
+from tests.support.tiny_models import small_llama
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 NUM_LAYERS = 6
@@ -40,20 +40,10 @@ SEEDED = SamplingParams(temperature=0.9, seed=4, presence_penalty=0.7, repetitio
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[LlamaForCausalLM]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_POSITIONS,
-    )
-    yield LlamaForCausalLM(config).eval()
-    torch.set_num_threads(before)
+    with small_llama(
+        MAX_POSITIONS, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS
+    ) as llama:
+        yield llama
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from node.loading import LoadReport, load_slice
 from node.main import load_identity, run_node
 from node.settings import NodeSettings
 from routing.addresses import parse_address
@@ -20,28 +19,18 @@ from routing.endpoint import Endpoint
 from routing.errors import RemoteError, SettingsError
 from routing.types import Capabilities, Describe, Description
 from slicing.errors import ModelError
+from slicing.runner import PlainRunner
 from tests.node.rig import NETWORK_ID, TIMEOUT_S, Gateway, node_settings, until
+from tests.support.tiny_models import small_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A random llama of four layers, saved as people save models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
     path = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(path)
-    yield path
-    torch.set_num_threads(before)
+    with small_llama(256) as llama:
+        llama.save_pretrained(path)
+        yield path
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +126,17 @@ async def test_ends_are_held_where_the_slice_touches_them_and_they_are_asked_for
         async with running(model=str(folder), layers=layers, hold_ends=hold_ends, threads=1) as node:
             ready = await node.ready()
             assert (ready["has_opening"], ready["has_closing"]) == expected
+
+
+def test_the_head_is_shared_among_threads_where_the_slice_holds_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainRunner, "widen_head", lambda self: asked.append(self.parts.closing))
+    asked: list[bool] = []
+    report = LoadReport(lambda event: None)
+    for layers in ("0:2", "2:4"):
+        load_slice(node_settings(model=str(folder), layers=layers, hold_ends=True, threads=1), report)
+    assert asked == [False, True]
 
 
 async def test_what_is_bound_and_what_is_told_are_two_things(folder: Path) -> None:

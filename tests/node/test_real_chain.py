@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from routing import wire
 from routing.endpoint import Endpoint
@@ -20,6 +20,7 @@ from slicing.sampler import Sampler, SamplingParams
 from tests.node.rig import DIGEST, Node, Rig, rows_of, task_group, until
 from tests.node.test_thin_mode import drawn
 from tests.support.fake_link import FakeNetwork
+from tests.support.tiny_models import small_llama
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 32
@@ -30,21 +31,8 @@ PROMPT = [5, 9, 2, 44, 17, 3, 9]
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[LlamaForCausalLM]:
-    """A random llama of four layers; torch on one thread, as nodes of one machine choose."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    yield LlamaForCausalLM(config).eval()
-    torch.set_num_threads(before)
+    with small_llama(1024, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS) as llama:
+        yield llama
 
 
 @pytest_asyncio.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -55,6 +57,29 @@ def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
     config = AutoConfig.for_model(family, **_SIZES | FAMILIES.get(family, {}) | changes)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@contextmanager
+def small_llama(
+    max_positions: int, *, vocab_size: int = 64, hidden_size: int = 32, num_layers: int = 4
+) -> Iterator[LlamaForCausalLM]:
+    """A random llama, and torch on one thread while it is used, as nodes of one machine choose."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_positions,
+    )
+    try:
+        yield LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_num_threads(before)
 
 
 def hollow(model: PreTrainedModel) -> PreTrainedModel:
