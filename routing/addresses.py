@@ -1,5 +1,7 @@
 """Node addresses as people write them: `hexid@host:port`, IPv6 hosts in brackets.
 
+`hexid/hexrelay@host:port` is a node that is reached through the sentinel `hexrelay` at that place.
+
 `str(NodeAddress)` is the inverse. Resolves nothing.
 """
 
@@ -16,7 +18,9 @@ def parse_address(text: str) -> NodeAddress:
     digits, at, place = text.strip().partition("@")
     if not at:
         raise SettingsError(f"{text!r} has no '@': a node is written id@host:port")
-    return NodeAddress(_parse_id(digits, text), *parse_host_port(place))
+    own, slash, relay = digits.partition("/")
+    relay_id = _parse_id(relay, text) if slash else None
+    return NodeAddress(_parse_id(own, text), *parse_host_port(place), relay_id)
 
 
 def format_address(address: NodeAddress) -> str:

@@ -8,6 +8,7 @@ The tree (drawn once, here):
     ├── RemoteError           the peer, or the network to it, broke; carries `hop` where known
     │   ├── LinkError         1xx: time-outs and lost links
     │   ├── SecurityError     2xx: never retried with the same peer silently
+    │   ├── RelayError        3xx: a sentinel cannot or will not pass us on
     │   ├── ProtocolError     4xx: the peer broke the rules of the wire
     │   └── WorkError         5xx: the peer could not do the work
     └── NoRouteError          no set of live nodes covers every layer
@@ -34,6 +35,12 @@ class ErrorCode(IntEnum):
     VERSION = 205
     DECRYPT = 206
     NOT_ALLOWED = 207
+    NO_RESERVATION = 301
+    PEER_GONE = 302
+    QUOTA = 303
+    RELAY_FULL = 304
+    GOING_AWAY = 305
+    SUPERSEDED = 306
     MALFORMED = 401
     TOO_BIG = 402
     FLOW = 403
@@ -96,6 +103,10 @@ class SecurityError(RemoteError):
     """2xx: the peer is not who it should be, or what it sent does not authenticate."""
 
 
+class RelayError(RemoteError):
+    """3xx: the sentinel has no way to the node, or no room. Another sentinel, or a direct address, may do."""
+
+
 class ProtocolError(RemoteError):
     """4xx: the peer broke the rules of the wire."""
 
@@ -110,5 +121,11 @@ def remote_error(code: int, text: str = "", *, hop: int | None = None, retry_ms:
         known = ErrorCode(code)
     except ValueError:
         return ProtocolError(ErrorCode.MALFORMED, f"unknown error code {code}", hop=hop)
-    families: dict[int, type[RemoteError]] = {1: LinkError, 2: SecurityError, 4: ProtocolError, 5: WorkError}
+    families: dict[int, type[RemoteError]] = {
+        1: LinkError,
+        2: SecurityError,
+        3: RelayError,
+        4: ProtocolError,
+        5: WorkError,
+    }
     return families[known // 100](known, text, hop=hop, retry_ms=retry_ms)

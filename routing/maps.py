@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from routing.errors import ErrorCode, LocalError, ProtocolError
-from routing.types import WIDTHS, Buffer, SessionId, WireDtype
+from routing.types import WIDTHS, Buffer, NodeAddress, NodeId, SessionId, WireDtype
 
 MAX_DEPTH = 4  # transport.md 5.2
 MAX_LAYERS = 4096
@@ -147,6 +147,14 @@ class MapReader:
             raise malformed("a layer range ends before it starts")
         return start, end
 
+    def node_id(self, key: str) -> NodeId:
+        return NodeId(self.blob(key, 32))
+
+    def addresses(self, key: str, *, max_count: int) -> tuple[NodeAddress, ...]:
+        """Return addresses that `address_item` made; none where the field is missing."""
+        items = self._list(key, list, max_count) if key in self else []
+        return tuple(read_address(item) for item in items)
+
     def _list(self, key: str, kind: type, max_count: int) -> list[Any]:
         values = self._get(key)
         if type(values) is not list or len(values) > max_count:
@@ -160,6 +168,26 @@ class MapReader:
         if value is _MISSING:
             raise malformed(f"field {key!r} is missing")
         return value
+
+
+def address_item(address: NodeAddress) -> list[object]:
+    """Return an address as a plain list; `read_address` is the inverse."""
+    item: list[object] = [address.node_id, address.host, address.port]
+    return item if address.relay_id is None else [*item, address.relay_id]
+
+
+def read_address(item: list[Any]) -> NodeAddress:
+    """Return the address that a plain list holds. Raises `ProtocolError` MALFORMED."""
+    match item:
+        case [bytes(peer), str(host), int(port), *rest] if (
+            len(peer) == 32 and 0 < len(host) <= 255 and type(port) is int and 0 < port < 65536
+        ):
+            match rest:
+                case []:
+                    return NodeAddress(NodeId(peer), host, port)
+                case [bytes(relay)] if len(relay) == 32:
+                    return NodeAddress(NodeId(peer), host, port, NodeId(relay))
+    raise malformed("an address is no address")
 
 
 def malformed(text: str) -> ProtocolError:

@@ -16,14 +16,15 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 from routing.errors import ErrorCode, SecurityError
-from routing.maps import U32, MapReader, malformed, pack_map, unpack_map
+from routing.maps import U32, MapReader, address_item, malformed, pack_map, unpack_map
 from routing.steps import answer_header
-from routing.types import Answer, HopEntry, NodeAddress, NodeId, SessionId, StepFlag
+from routing.types import Answer, HopEntry, NodeId, SessionId, StepFlag
 
 KEY_SIZE = 32
 PROOF_SIZE = 32
 MAX_ENTRY_SIZE = 16 << 10  # room for 300 biases in `sampling`
 MAX_HOPS = 128
+MAX_NEXT = 4  # ways to the next hop: direct, and through the sentinels that it has reservations at
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ENTRY_DOMAIN = b"diffuse/hop-entry/1"
 _PROOF_DOMAIN = b"diffuse/proof/1"
@@ -124,8 +125,10 @@ def encode_entry(entry: HopEntry) -> bytes:
         "ak": entry.answer_key,
         "te": entry.tenant,
     }
+    if entry.resumes:
+        fields["re"] = True
     if entry.next_hop is not None:
-        fields["nx"] = [entry.next_hop.node_id, entry.next_hop.host, entry.next_hop.port]
+        fields["nx"] = [address_item(address) for address in (entry.next_hop, *entry.next_alternatives)]
     if entry.sampling is not None:
         fields["sa"] = dict(entry.sampling)
     return pack_map(fields, MAX_ENTRY_SIZE)
@@ -136,6 +139,9 @@ def decode_entry(content: bytes) -> HopEntry:
     fields = MapReader(unpack_map(content, MAX_ENTRY_SIZE))
     num_hops = fields.integer("n", 1, MAX_HOPS)
     start, end = fields.layer_range("a", "b")
+    next_hops = fields.addresses("nx", max_count=MAX_NEXT)
+    if len({address.node_id for address in next_hops}) > 1:
+        raise malformed("a route entry's next hop is several nodes")
     return HopEntry(
         route_key=fields.blob("k", KEY_SIZE),
         hop=fields.integer("h", 0, num_hops - 1),
@@ -148,24 +154,15 @@ def decode_entry(content: bytes) -> HopEntry:
         wire_out=fields.dtype("o"),
         max_positions=fields.integer("p", 1, U32),
         idle_timeout_s=fields.integer("t", 1, U32),
-        next_hop=_read_next_hop(fields),
+        next_hop=next_hops[0] if next_hops else None,
+        next_alternatives=next_hops[1:],
+        resumes=fields.flag("re"),
         answer_key=_optional_blob(fields, "ak", KEY_SIZE),
         run_opening=fields.flag("ro"),
         run_closing=fields.flag("rc"),
         sampling=fields.plain("sa") if "sa" in fields else None,
         tenant=_optional_blob(fields, "te", 8),
     )
-
-
-def _read_next_hop(fields: MapReader) -> NodeAddress | None:
-    if "nx" not in fields:
-        return None
-    match fields.plain_list("nx"):
-        case [bytes(peer), str(host), int(port)] if (
-            len(peer) == 32 and 0 < len(host) <= 255 and 0 < port < 65536
-        ):
-            return NodeAddress(NodeId(peer), host, port)
-    raise malformed("a route entry's next hop is no address")
 
 
 def _optional_blob(fields: MapReader, key: str, size: int) -> bytes:

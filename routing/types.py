@@ -128,6 +128,8 @@ class HopEntry:
     max_positions: int
     idle_timeout_s: int
     next_hop: NodeAddress | None = None  # None on the last hop
+    next_alternatives: tuple[NodeAddress, ...] = ()  # other ways to the same next node, tried in order
+    resumes: bool = False  # after a re-route: keep what is held, and tell the hop before from where to repeat
     answer_key: bytes = field(default=b"", repr=False)  # 32 B, last hop only
     run_opening: bool = False
     run_closing: bool = False
@@ -183,20 +185,209 @@ class Description:
     free_bytes: int = 0
 
 
-Message = Step | Answer | Open | Attach | Cancel | Failure | Describe | Description
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A node tells whoever is before it, after a re-route, from which step on it needs the session's steps.
+
+    Steps below `next_step` are in its keys and values (or further down), see docs/protocol.md.
+    """
+
+    session_id: SessionId
+    epoch: int
+    next_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inquire:
+    """Ask a hop how far a session is there: for a step that takes longer than its nodes' speed explains."""
+
+    session_id: SessionId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a session is at one hop: the last step computed, and the next one expected to arrive."""
+
+    session_id: SessionId
+    epoch: int
+    hop: int
+    last_done: int
+    next_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What one peer knows: (first 8 B of a node id, sequence) of each record. `is_reply` ends the exchange."""
+
+    entries: tuple[tuple[bytes, int], ...]
+    is_reply: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Ask for the records of these id prefixes (8 B each)."""
+
+    prefixes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Signed announcements, each as its author signed it."""
+
+    records: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PingRequest:
+    """Ask a peer to see whether a third node lives (SWIM's indirect ping)."""
+
+    nonce: int
+    target: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class PingReport:
+    """What came of a `PingRequest`."""
+
+    nonce: int
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask a sentinel to dial back to the address it sees us at, at this port (transport.md 5.6)."""
+
+    nonce: bytes  # 16 B
+    port: int  # 0: only tell the observed address
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a sentinel saw: our address as it sees it, and whether a dial back proved our identity there.
+
+    `code` is 0 when it did, an `ErrorCode` number otherwise.
+    """
+
+    nonce: bytes
+    host: str
+    port: int
+    code: int
+    now_ms: int = 0  # the sentinel's clock, unix ms: shows skew
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask a sentinel to pass on circuits to us, for so long."""
+
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation: valid while this link lives, until `expires_ms` (unix). `voucher` proves it to others.
+
+    `code` is 0, or says why there is none (RELAY_FULL, NOT_ALLOWED).
+    """
+
+    code: int
+    expires_ms: int = 0
+    max_bytes: int = 0  # of one circuit
+    max_s: int = 0  # of one circuit
+    voucher: bytes = b""  # Ed25519 signature of the sentinel, see `announcement.Voucher`
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOpen:
+    """Dialler to sentinel: join `channel` of this link to a circuit to `target`; `first` opens the session inside."""
+
+    channel: int
+    target: NodeId
+    first: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Sentinel to node: `channel` of this link is a circuit from `source`; `first` opens the session inside."""
+
+    channel: int
+    source: NodeId
+    first: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Sentinel to dialler: there is no circuit on `channel`, or none any more."""
+
+    channel: int
+    code: int
+    retry_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GoAway:
+    """The sender will end this link (or wants no new work on it). Others that serve the same are named."""
+
+    code: int
+    retry_ms: int = 0
+    alternatives: tuple[NodeAddress, ...] = ()
+
+
+Message = (
+    Step
+    | Answer
+    | Open
+    | Attach
+    | Cancel
+    | Failure
+    | Describe
+    | Description
+    | Resumed
+    | Inquire
+    | Standing
+    | Digest
+    | Pull
+    | Records
+    | PingRequest
+    | PingReport
+    | Probe
+    | Probed
+    | Reserve
+    | Reserved
+    | RelayOpen
+    | Incoming
+    | Refused
+    | GoAway
+)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """Where a node listens and who must answer there."""
+    """Where a node is reached and who must answer there.
+
+    With `relay_id`, host and port are that sentinel's, and the node is reached through it.
+    """
 
     node_id: NodeId
     host: str
     port: int
+    relay_id: NodeId | None = None
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.node_id.hex()}@{host}:{self.port}"
+        through = f"/{self.relay_id.hex()}" if self.relay_id is not None else ""
+        return f"{self.node_id.hex()}{through}@{host}:{self.port}"
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a sentinel stands between."""
+        return self.relay_id is not None
+
+    @property
+    def relay(self) -> NodeAddress:
+        """The sentinel's own address."""
+        assert self.relay_id is not None
+        return NodeAddress(self.relay_id, self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +428,8 @@ class Capabilities:
     max_message: int = 64 << 20
     seal_key: bytes = b""  # X25519 public key for HopEntry, nodes only
     slices: tuple[tuple[bytes, int, int], ...] = ()  # (first 8 B of the model digest, start, end)
+    token: bytes = field(default=b"", repr=False)  # a guest's permission, see `guest_token`
+    moved: bytes = b""  # a signed statement that this identity was another before, see `identity`
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +441,14 @@ class NodeRecord:
     dtypes: tuple[WireDtype, ...]
     offers: tuple[SliceOffer, ...]
     load: int = 0
-    rtt_ms: float | None = None
+    rtt_ms: float | None = None  # from here; None: no link of ours
+    owner: str = (
+        ""  # a proven label (hex of the owner's key); "": unknown, then the address' /24 (/48) counts
+    )
+    max_sessions: int = 0  # 0: not known
+    neighbour_ms: Mapping[bytes, float] = field(default_factory=dict)  # RTTs it tells, by 8 B id prefix
+    alternatives: tuple[NodeAddress, ...] = ()  # other ways to it, the better first
+    is_verified: bool = True  # it described itself on a link of ours; else these are a stranger's claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +460,7 @@ class Hop:
     spec: SliceSpec
     seal_key: bytes
     dtypes: tuple[WireDtype, ...] = (WireDtype.FLOAT32,)
+    alternatives: tuple[NodeAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from routing import network_wire
 from routing.addresses import format_address, parse_address, parse_host_port
 from routing.errors import LocalError
 from routing.maps import MAX_LAYERS, U16, U32, U64, MapReader, malformed, pack_map, unpack_map
@@ -35,10 +36,13 @@ from routing.types import (
     Describe,
     Description,
     Failure,
+    Inquire,
     Message,
     Open,
+    Resumed,
     SliceOffer,
     SliceSpec,
+    Standing,
     Step,
     WireDtype,
 )
@@ -70,7 +74,7 @@ MAX_OFFERS = 64
 HASH_SIZE = 8
 _CRITICAL = 128  # an unknown kind from here on may not be ignored
 
-STEP, ANSWER, OPEN, ATTACH, CANCEL, FAILURE, DESCRIBE, DESCRIPTION = range(1, 9)
+STEP, ANSWER, OPEN, ATTACH, CANCEL, FAILURE, DESCRIBE, DESCRIPTION, RESUMED, INQUIRE, STANDING = range(1, 12)
 
 
 def encode(message: Message) -> tuple[int, list[Buffer]]:
@@ -80,18 +84,8 @@ def encode(message: Message) -> tuple[int, list[Buffer]]:
             return STEP, encode_step(message)
         case Answer():
             return ANSWER, encode_answer(message)
-        case Open():
-            return OPEN, [pack_map(_open_fields(message), MAX_OPEN_SIZE)]
-        case Attach():
-            return ATTACH, [pack_map(_proved_fields(message), MAX_MAP_SIZE)]
-        case Cancel():
-            return CANCEL, [pack_map(_proved_fields(message), MAX_MAP_SIZE)]
-        case Failure():
-            return FAILURE, [pack_map(_failure_fields(message), MAX_MAP_SIZE)]
-        case Describe():
-            return DESCRIBE, [pack_map({}, MAX_MAP_SIZE)]
-        case Description():
-            return DESCRIPTION, [pack_map(_description_fields(message), MAX_MAP_SIZE)]
+    kind, fields_of = _WRITERS[type(message)]
+    return kind, [pack_map(fields_of(message), _LIMITS.get(kind, MAX_MAP_SIZE))]
 
 
 def decode(kind: int, content: memoryview) -> Message | None:
@@ -107,8 +101,7 @@ def decode(kind: int, content: memoryview) -> Message | None:
             return decode_answer(content)
     reader = _READERS.get(kind)
     if reader is not None:
-        limit = MAX_OPEN_SIZE if kind == OPEN else MAX_MAP_SIZE
-        return reader(MapReader(unpack_map(content, limit)))
+        return reader(MapReader(unpack_map(content, _LIMITS.get(kind, MAX_MAP_SIZE))))
     if kind >= _CRITICAL:
         raise malformed(f"unknown message kind {kind}")
     return None
@@ -120,9 +113,12 @@ def lane(message: Message) -> bytes:
     A session's Open, steps, answers and failures share a lane. A Cancel never waits behind the prefill that
     it cancels.
     """
-    if isinstance(message, (Cancel, Describe, Description)):
+    if isinstance(message, (Cancel, Describe, Description, Inquire, Standing)):
         return b""
-    return message.session_id
+    of_network = network_wire.lane_of(message)
+    if of_network is not None:
+        return of_network
+    return message.session_id  # type: ignore[union-attr]  # every other message is of a session
 
 
 def encode_capabilities(capabilities: Capabilities) -> bytes:
@@ -155,6 +151,8 @@ def decode_capabilities(content: Buffer) -> Capabilities:
         max_message=fields.integer("m", 1 << 16, U32),
         seal_key=seal_key,
         slices=tuple(_read_slice(item) for item in fields.rows("s", max_count=64)),
+        token=fields.blob("g", None, default=b""),
+        moved=fields.blob("v", None, default=b""),
     )
 
 
@@ -166,6 +164,8 @@ def _capability_fields(capabilities: Capabilities, slices: list[list[Any]]) -> d
         "m": capabilities.max_message,
         "k": capabilities.seal_key,
         "s": slices,
+        **({"g": capabilities.token} if capabilities.token else {}),
+        **({"v": capabilities.moved} if capabilities.moved else {}),
     }
 
 
@@ -224,13 +224,53 @@ def _read_failure(fields: MapReader) -> Failure:
     )
 
 
+def _resumed_fields(message: Resumed) -> dict[str, object]:
+    return {"s": message.session_id, "e": message.epoch, "n": message.next_step}
+
+
+def _read_resumed(fields: MapReader) -> Resumed:
+    return Resumed(fields.session("s"), fields.integer("e", 0, U16), fields.integer("n", 0, U32))
+
+
+def _inquire_fields(message: Inquire) -> dict[str, object]:
+    return {"s": message.session_id, "e": message.epoch}
+
+
+def _read_inquire(fields: MapReader) -> Inquire:
+    return Inquire(fields.session("s"), fields.integer("e", 0, U16))
+
+
+def _standing_fields(message: Standing) -> dict[str, object]:
+    return {
+        "s": message.session_id,
+        "e": message.epoch,
+        "h": message.hop,
+        "d": message.last_done,
+        "n": message.next_step,
+    }
+
+
+def _read_standing(fields: MapReader) -> Standing:
+    return Standing(
+        session_id=fields.session("s"),
+        epoch=fields.integer("e", 0, U16),
+        hop=fields.integer("h", 0, MAX_HOPS),
+        last_done=fields.integer("d", 0, U32),
+        next_step=fields.integer("n", 0, U32),
+    )
+
+
+def _describe_fields(_: Describe) -> dict[str, object]:
+    return {}
+
+
 def _read_describe(_: MapReader) -> Describe:
     return Describe()
 
 
 def _description_fields(message: Description) -> dict[str, object]:
     return {
-        "o": [_offer_fields(offer) for offer in message.slices],
+        "o": [offer_fields(offer) for offer in message.slices],
         "l": message.load,
         "m": message.max_sessions,
         "f": message.free_bytes,
@@ -239,14 +279,15 @@ def _description_fields(message: Description) -> dict[str, object]:
 
 def _read_description(fields: MapReader) -> Description:
     return Description(
-        slices=tuple(_read_offer(offer) for offer in fields.maps("o", max_count=MAX_OFFERS)),
+        slices=tuple(read_offer(offer) for offer in fields.maps("o", max_count=MAX_OFFERS)),
         load=fields.integer("l", 0, U32, default=0),
         max_sessions=fields.integer("m", 0, U32, default=0),
         free_bytes=fields.integer("f", 0, U64, default=0),
     )
 
 
-def _offer_fields(offer: SliceOffer) -> dict[str, object]:
+def offer_fields(offer: SliceOffer) -> dict[str, object]:
+    """Return an offer as a plain map; `read_offer` is the inverse. Announcements use it too."""
     return {
         "n": offer.model_name,
         "d": offer.model_digest,
@@ -263,7 +304,8 @@ def _offer_fields(offer: SliceOffer) -> dict[str, object]:
     }
 
 
-def _read_offer(fields: MapReader) -> SliceOffer:
+def read_offer(fields: MapReader) -> SliceOffer:
+    """Return the offer that a map holds. Raises `ProtocolError` MALFORMED."""
     start, end = fields.layer_range("a", "b")
     hashes = fields.blob("h", None, default=b"")
     if len(hashes) not in (0, HASH_SIZE * (end - start)):
@@ -283,6 +325,18 @@ def _read_offer(fields: MapReader) -> SliceOffer:
     )
 
 
+_WRITERS: dict[type[Any], tuple[int, Callable[[Any], dict[str, object]]]] = {
+    Open: (OPEN, _open_fields),
+    Attach: (ATTACH, _proved_fields),
+    Cancel: (CANCEL, _proved_fields),
+    Failure: (FAILURE, _failure_fields),
+    Describe: (DESCRIBE, _describe_fields),
+    Description: (DESCRIPTION, _description_fields),
+    Resumed: (RESUMED, _resumed_fields),
+    Inquire: (INQUIRE, _inquire_fields),
+    Standing: (STANDING, _standing_fields),
+    **network_wire.WRITERS,
+}
 _READERS: dict[int, Callable[[MapReader], Message]] = {
     OPEN: _read_open,
     ATTACH: _read_attach,
@@ -290,4 +344,9 @@ _READERS: dict[int, Callable[[MapReader], Message]] = {
     FAILURE: _read_failure,
     DESCRIBE: _read_describe,
     DESCRIPTION: _read_description,
+    RESUMED: _read_resumed,
+    INQUIRE: _read_inquire,
+    STANDING: _read_standing,
+    **network_wire.READERS,
 }
+_LIMITS = {OPEN: MAX_OPEN_SIZE, **network_wire.LIMITS}
