@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where the gateway of `make up` listens: `make up PORT=8010` when 8000 is taken.
 PORT ?= 8000
+# How many answers `make chaos` asks for while it hurts the swarm.
+REQUESTS ?= 2000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
@@ -9,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test lint types imports bench openapi format clean
+.PHONY: install up test netns chaos lint types imports bench openapi format clean
 
 install: $(STAMP)
 
@@ -40,6 +42,15 @@ up: install
 
 test: install
 	$(BIN)/pytest
+
+# An internet of network namespaces: as root, with iproute2, nftables and conntrack; skipped with the reason elsewhere.
+netns: install
+	$(BIN)/pytest -m netns tests/lab
+
+# A swarm under fire, and peers that come and go: ends with a table of what was hurt and what came of it.
+chaos: install
+	$(BIN)/pytest -m chaos
+	$(BIN)/python -m tests.chaos.soak --requests $(REQUESTS)
 
 lint: install
 	$(BIN)/ruff check .

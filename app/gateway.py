@@ -1,4 +1,4 @@
-"""What every endpoint of one gateway shares: settings, engines by name, metrics, and who is being answered.
+"""What every endpoint of one gateway shares: settings, models by name, metrics, and who is being answered.
 
 Built once in `main.py`. Bounds the answers that run at once, and ends them when the gateway is told to stop.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from starlette.types import Scope
 
 from app.api.errors import ApiError, describe, from_exception, not_ready, unavailable
 from app.api.scope import endpoint_of, request_id_of
-from app.engine.request import TextEngine
+from app.engine.request import KnownModel, Library, TextEngine
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
 
@@ -26,36 +26,46 @@ LOADING_RETRY_S = 5
 
 
 class Gateway:
-    """One gateway: its engines and its running answers."""
+    """One gateway: its models and its running answers."""
 
-    def __init__(
-        self, settings: GatewaySettings, engines: Mapping[str, TextEngine], metrics: GatewayMetrics
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, library: Library, metrics: GatewayMetrics) -> None:
         self.settings = settings
-        self.engines = engines
+        self.library = library
         self.metrics = metrics
         self.num_running = 0  # choices being generated
+        self.num_waiting = 0  # requests whose model is being loaded
         self.is_loading = False  # models are on their way: an unknown one may yet come
         self.is_draining = False
         self.stop = asyncio.Event()  # set: running answers end with an error
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def engine(self, model: str) -> TextEngine:
-        """Return the engine behind an id or alias. Raises `ApiError` 404 that names the ids, 503 while loading."""
-        engine = self.engines.get(model) or self.engines.get(self.settings.model_aliases.get(model, ""))
-        if engine is None and self.is_loading:
+    def model(self, asked: str) -> KnownModel:
+        """Return the model behind an id or alias. Raises `ApiError` 404 that names the ids, 503 while loading."""
+        alias_of = self.settings.model_aliases.get(asked, "")
+        known = self.library.find(asked) or self.library.find(alias_of)
+        if known is None and self.is_loading:
             raise unavailable("model_loading", "the model is still loading", LOADING_RETRY_S)
-        if engine is None:
-            raise model_not_found(model, self.engines)
-        return engine
+        if known is None:
+            raise self._not_found(asked, alias_of)
+        return known
 
-    def ready_engine(self, model: str) -> TextEngine:
-        """Return the engine if a whole route exists now. Raises `ApiError` 404 or 503."""
-        engine = self.engine(model)
+    def listed(self) -> list[KnownModel]:
+        """Every model that clients are shown."""
+        return [known for known in self.library.models() if known.is_listed]
+
+    async def ready_engine(self, asked: str) -> TextEngine:
+        """Return the engine if a whole route exists now, loading its ends if need be, for a bounded time.
+
+        Raises `ApiError` 404 or 503, or `ModelUnavailableError`.
+        """
+        known = self.model(asked)
+        if known.status.state in ("partial", "failed"):
+            raise not_ready(known.name, known.status)
+        engine = await self._opened(known.name)
         status = engine.coverage()
-        if not status.is_ready:
-            raise not_ready(engine.model_name, status)
+        if not status.is_ready:  # nodes may have left while it was loaded
+            raise not_ready(known.name, status)
         return engine
 
     @contextmanager
@@ -95,10 +105,28 @@ class Gateway:
             self.stop.set()
             await self._idle.wait()
 
+    async def _opened(self, name: str) -> TextEngine:
+        """Wait for a model's ends, with few others and not for long."""
+        if self.is_draining:
+            raise unavailable("shutting_down", "the gateway is shutting down", OVERLOAD_RETRY_S)
+        if self.num_waiting >= self.settings.max_requests:
+            message = f"{self.num_waiting} requests wait for a model, the most this gateway lets wait"
+            raise unavailable("overloaded", message, OVERLOAD_RETRY_S)
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(self.settings.load_wait_s):
+                return await self.library.engine(name)
+        except TimeoutError:
+            message = f"the model `{name}` is still loading"
+            raise unavailable("model_loading", message, LOADING_RETRY_S) from None
+        finally:
+            self.num_waiting -= 1
 
-def model_not_found(model: str, engines: Mapping[str, TextEngine]) -> ApiError:
-    """Name what was asked for (bounded, printable) and what there is."""
-    asked = ascii(model[:80])[1:-1]
-    names = ", ".join(f"`{name}`" for name in list(engines)[:MAX_NAMES]) or "none"
-    message = f"The model `{asked}` does not exist. Available models: {names}"
-    return ApiError(404, "model_not_found", message, param="model")
+    def _not_found(self, asked: str, alias_of: str) -> ApiError:
+        """Name what was asked for (bounded, printable), why it is not served if nodes have it, and what there is."""
+        unserved = self.library.unserved()
+        reason = unserved.get(asked) or unserved.get(alias_of)
+        what = f"is not served here: {reason}." if reason else "does not exist."
+        names = ", ".join(f"`{known.name}`" for known in self.listed()[:MAX_NAMES]) or "none"
+        message = f"The model `{ascii(asked[:80])[1:-1]}` {what} Available models: {names}"
+        return ApiError(404, "model_not_found", message, param="model")

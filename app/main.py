@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -21,7 +20,7 @@ from app.api.connection import MAX_HEAD_BYTES, Connection
 from app.api.health import Health
 from app.api.middleware import ApiKeys, ErrorBoundary, HostCheck, PathAliases, RequestIds
 from app.api.models import Models
-from app.engine.request import TextEngine
+from app.engine.request import Library
 from app.gateway import Gateway
 from app.metrics import GatewayMetrics
 from app.openapi import describe
@@ -34,12 +33,10 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after", "server-timing", "openai-proce
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 
-def create_app(
-    settings: GatewaySettings, engines: Mapping[str, TextEngine], metrics: GatewayMetrics
-) -> FastAPI:
-    """Build the application over `engines`, by model id; they may be added to later. `app.state.gateway` drains it."""
-    gateway = Gateway(settings, engines, metrics)
-    metrics.watch_coverage(engines)
+def create_app(settings: GatewaySettings, library: Library, metrics: GatewayMetrics) -> FastAPI:
+    """Build the application over the models of a library. `app.state.gateway` drains it."""
+    gateway = Gateway(settings, library, metrics)
+    metrics.watch_coverage(library)
     app = FastAPI(
         title="Diffuse",
         version=version("diffuse"),

@@ -7,14 +7,17 @@ or a path that a client made up. Knows nothing of HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.engine.request import Finished, TextEngine, Timings
+from app.engine.request import Finished, Library, Timings
+from app.network_metrics import NetworkMetrics
+from routing.network_status import NetworkStatus
+from routing.types import NodeRecord
 
 # A prompt on a slow chain takes minutes, so the tails are long (openai.md, section 2.2).
 ANSWER_BUCKETS = (0.1, 0.3, 0.8, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560, 7680)
@@ -38,6 +41,8 @@ TOKEN_BUCKETS = (
     10,
     40,
 )
+# A second where a connection closed, 2 s until silence is suspected, then the replay (transport.md, section 5.6).
+PAUSE_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 3, 5, 10, 20, 60)
 
 
 class GatewayMetrics:
@@ -53,6 +58,12 @@ class GatewayMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in", ["model"])
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated", ["model"])
         self.replays = self._counter("replays", "Routes rebuilt in the middle of an answer", ["model"])
+        self.failover = self._histogram(
+            "failover_pause_seconds",
+            "How long an answer stood still while another route took over",
+            [],
+            PAUSE_BUCKETS,
+        )
         self.running = Gauge(
             "diffuse_requests_running", "Requests being answered", ["model"], registry=self.registry
         )
@@ -75,9 +86,15 @@ class GatewayMetrics:
             TOKEN_BUCKETS,
         )
 
-    def watch_coverage(self, engines: Mapping[str, TextEngine]) -> None:
+    def watch_coverage(self, library: Library) -> None:
         """Report at every scrape how many layers of each model live nodes serve."""
-        self.registry.register(_LayerCoverage(engines))
+        self.registry.register(_LayerCoverage(library))
+
+    def watch_network(
+        self, status: Callable[[], NetworkStatus], records: Callable[[], Iterable[NodeRecord]]
+    ) -> None:
+        """Report at every scrape what the swarm looks like from here."""
+        self.registry.register(NetworkMetrics(status, records))
 
     def count_error(self, endpoint: str, code: str) -> None:
         self.errors.labels(endpoint, code).inc()
@@ -155,18 +172,25 @@ def _parts(timings: Timings) -> Iterable[tuple[str, float]]:
 class _LayerCoverage(Collector):
     """Asks the engines when Prometheus asks us, so the numbers are never stale."""
 
-    def __init__(self, engines: Mapping[str, TextEngine]) -> None:
-        self._engines = engines
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
     def collect(self) -> Iterable[Metric]:
         layers = GaugeMetricFamily("diffuse_model_layers", "Layers of the model", labels=["model"])
         covered = GaugeMetricFamily(
             "diffuse_model_layers_covered", "Layers that are served", labels=["model"]
         )
-        ready = GaugeMetricFamily("diffuse_model_ready", "1 when a whole route exists", labels=["model"])
-        for name, engine in self._engines.items():
-            status = engine.coverage()
+        ready = GaugeMetricFamily(
+            "diffuse_model_ready", "1 when a whole route exists and the ends are here", labels=["model"]
+        )
+        num_covered = 0
+        for known in self._library.models():
+            name, status = known.name, known.status
+            num_covered += status.state != "partial"
             layers.add_metric([name], status.num_layers)
             covered.add_metric([name], status.layers_covered)
             ready.add_metric([name], float(status.is_ready))
-        return [layers, covered, ready]
+        models = GaugeMetricFamily(
+            "diffuse_models_covered", "Models that have a whole route", value=num_covered
+        )
+        return [layers, covered, ready, models]

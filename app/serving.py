@@ -1,4 +1,4 @@
-"""The gateway as a running server: HTTP from the first second, the engine when it is loaded, a drain at the end.
+"""The gateway as a running server: HTTP from the first second, models when they are loaded, a drain at the end.
 
 Knows the order of things; what is served is `main`'s, how tokens are made the engine's.
 """
@@ -8,83 +8,126 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 
-from app.engine.request import TextEngine
-from app.engine.swarm import SwarmSettings, open_swarm
+from app.engine.library import LibrarySettings, NetworkLibrary, opened_library
+from app.engine.network import FIRST_LOOK_S, MemberSettings, open_network
+from app.engine.openable import OpenableModel
 from app.gateway import Gateway
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
 from routing.errors import SettingsError
+from routing.types import NodeId
+from slicing.progress import Progress
 
 OnEvent = Callable[[dict[str, Any]], None]
+
+FIRST_FIND_S = 15.0  # a packaged model is converted in that time; a download may go on behind "ready"
 
 
 async def run_gateway(
     settings: GatewaySettings,
-    swarm_settings: SwarmSettings,
+    member: MemberSettings,
+    library_settings: LibrarySettings,
     *,
     on_event: OnEvent = lambda event: None,
     sockets: Sequence[socket.socket] | None = None,
 ) -> None:
-    """Serve until cancelled. While the ends load, requests for a model get 503 `model_loading`.
+    """Serve until cancelled. While the first models load, requests for an unknown one get 503 `model_loading`.
 
     `sockets` are bound and listening already; otherwise `settings` says where. Raises OSError when the address is
-    taken, ModelError and SettingsError as `open_swarm` does.
+    taken, ModelError and SettingsError for a named model that cannot be opened.
     """
-    engines: dict[str, TextEngine] = {}
-    metrics = GatewayMetrics()
-    app = create_app(settings, engines, metrics)
-    gateway: Gateway = app.state.gateway
-    gateway.is_loading = True
     listening = list(sockets) if sockets is not None else [_bind(settings)]
-    host, port = listening[0].getsockname()[:2]
-    async with _served(serve_config(app, settings), listening) as serving:
-        loop = asyncio.get_running_loop()
-
-        def tell_progress(stage: str, done_bytes: int, total_bytes: int) -> None:
-            event = {
-                "event": "progress",
-                "stage": stage,
-                "done_bytes": done_bytes,
-                "total_bytes": total_bytes,
-            }
-            loop.call_soon_threadsafe(on_event, event)
-
-        async with open_swarm(swarm_settings, progress=tell_progress) as swarm:
-            engines[swarm.engine.model_name] = swarm.engine
-            _check_aliases(settings, engines)
-            gateway.is_loading = False
-            status = swarm.engine.coverage()
-            on_event(
-                {
-                    "event": "ready",
-                    "url": f"http://{_bracketed(host)}:{port}/v1",
-                    "models": list(engines),
-                    "missing_layers": [list(span) for span in status.missing],
-                    "missing_ends": list(status.missing_ends),
-                    "load_s": round(swarm.load_s, 2),
-                }
-            )
-            try:
-                await asyncio.wait({serving})  # until cancelled
-                serving.result()
-                raise RuntimeError("the HTTP server ended by itself")
-            finally:
-                await gateway.drain()
-    on_event({"event": "stopped"})
+    excluded = frozenset(NodeId(bytes.fromhex(node_id)) for node_id in settings.avoid)
+    wanted = replace(library_settings, excluded=excluded)
+    async with contextlib.AsyncExitStack() as stack:
+        for sock in listening:
+            stack.callback(sock.close)
+        joined = await stack.enter_async_context(open_network(member))
+        library = await stack.enter_async_context(
+            opened_library(wanted, joined, progress=_progress(on_event), on_event=on_event)
+        )
+        metrics = GatewayMetrics()
+        metrics.watch_network(joined.network.status, joined.directory.records)
+        joined.switchboard.on_pause = metrics.failover.observe
+        app = create_app(settings, library, metrics)
+        gateway: Gateway = app.state.gateway
+        gateway.is_loading = True
+        serving = await stack.enter_async_context(_served(serve_config(app, settings), listening))
+        stack.push_async_callback(gateway.drain)
+        named = await library.open_named()
+        _check_aliases(settings, wanted, library)
+        await joined.network.first_look(FIRST_LOOK_S)
+        finding = await stack.enter_async_context(_running(library.run()))
+        await _first_find(library, finding)
+        gateway.is_loading = False
+        on_event(_ready(_url_of(listening[0]), library, named))
+        await asyncio.wait({serving, finding}, return_when=asyncio.FIRST_COMPLETED)  # until cancelled
+        if finding.done():
+            finding.result()
+        serving.result()
+        raise RuntimeError("the HTTP server ended by itself")
 
 
-def _check_aliases(settings: GatewaySettings, engines: Mapping[str, TextEngine]) -> None:
+def _ready(url: str, library: NetworkLibrary, named: Sequence[OpenableModel]) -> dict[str, Any]:
+    """What is told once requests can be answered; what is missing is said of the first model that was named."""
+    known = {model.name: model for model in library.models() if model.is_listed}
+    first = known[named[0].found.facts.name].status if named else None
+    return {
+        "event": "ready",
+        "url": url,
+        "models": list(known),
+        "missing_layers": [list(span) for span in first.missing] if first else [],
+        "missing_ends": list(first.missing_ends) if first else [],
+        "load_s": round(sum(model.load_s for model in named), 2),
+    }
+
+
+def _progress(on_event: OnEvent) -> Progress:
+    """Tell of loads from whatever thread they run in."""
+    loop = asyncio.get_running_loop()
+
+    def tell(stage: str, done_bytes: int, total_bytes: int) -> None:
+        event = {"event": "progress", "stage": stage, "done_bytes": done_bytes, "total_bytes": total_bytes}
+        loop.call_soon_threadsafe(on_event, event)
+
+    return tell
+
+
+async def _first_find(library: NetworkLibrary, finding: asyncio.Task[None]) -> None:
+    """Wait until what the swarm announced by now was looked at, but not for long."""
+    looked = asyncio.create_task(library.has_looked.wait())
+    try:
+        await asyncio.wait({looked, finding}, timeout=FIRST_FIND_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        looked.cancel()
+
+
+def _check_aliases(settings: GatewaySettings, wanted: LibrarySettings, library: NetworkLibrary) -> None:
+    """Raise SettingsError for an alias of a model that will never be here."""
+    names = [model.name for model in library.models()]
     for alias, model in settings.model_aliases.items():
-        if model not in engines:
+        if model not in names and not wanted.finds:
             raise SettingsError(
-                f"--alias {alias}={model}: there is no such model here, only {', '.join(engines)}"
+                f"--alias {alias}={model}: there is no such model here, only {', '.join(names)}"
             )
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run something beside what is inside."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -115,5 +158,6 @@ def _bind(settings: GatewaySettings) -> socket.socket:
     return sock
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

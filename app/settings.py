@@ -9,14 +9,31 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.engine.route_options import ID_DIGITS, RouteOptions
 
 MAX_BODY_BYTES = 32 << 20  # of a JSON request: openai.md, section 1.1
 MAX_REQUESTS = 32  # answers at once; each holds a session on every node of its route
 MAX_CHOICES = 8
+MAX_PINNED = 8  # nodes; the planner tries their orders
+MAX_AVOIDED = 256
+MAX_HOPS = 128  # what one Open may hold
+LOAD_WAIT_S = 10.0  # a client that waits silently for longer thinks that we are dead
 KEEPALIVE_S = 10.0  # proxies and read time-outs need a sign of life this often: openai.md, section 0
 HEARTBEAT_S = 30.0  # clients that ignore comments need a parsed chunk at least every 60 s
+
+
+def _whole_id(text: str) -> str:
+    """An id in lower case; its beginning would not do: these must hold for nodes that are away, too."""
+    digits = text.strip().lower()
+    if len(digits) != ID_DIGITS or any(digit not in "0123456789abcdef" for digit in digits):
+        raise ValueError(f"give the node's whole id, {ID_DIGITS} hex digits: what stands before the @")
+    return digits
+
+
+WholeId = Annotated[str, AfterValidator(_whole_id)]
 
 
 class GatewaySettings(BaseSettings):
@@ -35,6 +52,13 @@ class GatewaySettings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()  # browsers' pages that may call; "*" allows any
     model_aliases: Annotated[dict[str, str], NoDecode] = {}  # other names for a model: "gpt-4o-mini=smollm2"
 
+    # Where routes may go, for requests that do not say so themselves. `avoid` counts for every request.
+    pin: Annotated[tuple[WholeId, ...], NoDecode, Field(max_length=MAX_PINNED)] = ()
+    avoid: Annotated[tuple[WholeId, ...], NoDecode, Field(max_length=MAX_AVOIDED)] = ()
+    max_hops: Annotated[int | None, Field(ge=1, le=MAX_HOPS)] = None
+    distinct_owners: bool = False  # of the first and the last hop
+
+    load_wait_s: Annotated[float, Field(gt=0)] = LOAD_WAIT_S  # how long a request waits for a model's ends
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
     max_choices: Annotated[int, Field(ge=1)] = MAX_CHOICES
     max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
@@ -46,7 +70,7 @@ class GatewaySettings(BaseSettings):
         10.0  # how long running answers may take when we are told to stop
     )
 
-    @field_validator("api_keys", "allowed_hosts", "cors_origins", mode="before")
+    @field_validator("api_keys", "allowed_hosts", "cors_origins", "pin", "avoid", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return (
@@ -82,10 +106,25 @@ class GatewaySettings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _routes_exist(self) -> Self:
+        if both := set(self.pin) & set(self.avoid):
+            raise ValueError(f"node {min(both)[:8]} is both pinned and avoided")
+        if self.max_hops is not None and len(set(self.pin)) > self.max_hops:
+            raise ValueError(f"{len(set(self.pin))} pinned nodes do not fit {self.max_hops} hops")
+        if self.distinct_owners and self.max_hops == 1:
+            raise ValueError("one hop cannot have two owners: distinct_owners needs max_hops of 2 or more")
+        return self
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect to the address we bind."""
         return is_loopback_host(self.host)
+
+    @property
+    def route(self) -> RouteOptions:
+        """The wishes of a request that has none; `avoid` is kept by the engines themselves."""
+        return RouteOptions(tuple(self.pin), (), self.max_hops, self.distinct_owners)
 
 
 def is_loopback_host(host: str) -> bool:

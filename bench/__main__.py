@@ -8,14 +8,17 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from bench.cancel import measure_cancel
+from bench.failover import measure_failover
 from bench.hops import measure_hops
 from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
+from bench.relay import measure_relay
 from bench.report import Report
 from bench.split import measure_split
+from bench.wan import measure_wan
 from cli.runtime import run_fast
 
-SECTIONS = ("ledger", "nodes", "hops", "cancel", "split")
+SECTIONS = ("ledger", "nodes", "hops", "cancel", "failover", "relay", "wan", "split")
 
 
 async def _run(only: list[str], pairs: int) -> None:
@@ -28,6 +31,12 @@ async def _run(only: list[str], pairs: int) -> None:
         await measure_hops(report, repeats=max(3, pairs // 2))
     if "cancel" in only:
         await measure_cancel(report)
+    if "failover" in only:
+        await measure_failover(report)
+    if "relay" in only:
+        await measure_relay(report)
+    if "wan" in only:
+        await measure_wan(report)
     if "split" in only:
         await measure_split(report, pairs)
     report.write()

@@ -26,6 +26,7 @@ def chat(
     url: opt.UrlOption = None,
     api_key: opt.ApiKeyOption = None,
     node: opt.NodesOption = None,
+    bootstrap: opt.BootstrapOption = None,
     model: opt.AskModelOption = None,
     system: opt.SystemOption = None,
     max_tokens: opt.MaxTokensOption = None,
@@ -35,12 +36,28 @@ def chat(
     local_layers: opt.LocalLayersOption = "1:0",
     wire: opt.WireOption = opt.Wire.AUTO,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
+    key: opt.KeyOption = None,
+    token_file: opt.TokenFileOption = None,
     threads: opt.ThreadsOption = None,
 ) -> None:
-    """Talk with a model behind a gateway (--url) or, running the engine here, on nodes (--node)."""
+    """Talk with a model behind a gateway (--url) or, running the engine here, on nodes (--node, --bootstrap)."""
     target = Target(
-        url, api_key, model, tuple(node or ()), ends, local_layers, wire, network, psk_file, threads
+        url,
+        api_key,
+        model,
+        tuple(node or ()),
+        ends,
+        local_layers,
+        wire,
+        network,
+        psk_file,
+        threads,
+        tuple(bootstrap or ()),
+        scope,
+        key,
+        token_file,
     )
     loop = BackgroundLoop()
     try:

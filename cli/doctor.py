@@ -21,6 +21,8 @@ from cli import options as opt
 
 if TYPE_CHECKING:
     from cli.diagnosis import Finding, HomeParts, OwnModel
+    from cli.membership import Membership
+    from routing.types import NodeAddress
 
 MAX_CLOCK_SKEW_S: Final = 300.0  # what the certificates of the handshake bear
 FREE_MEMORY_WANTED: Final = 1 << 30  # the default model's ends, and its nodes, fit in that
@@ -29,6 +31,7 @@ _MARKS: Final = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "probl
 
 
 def doctor(
+    bootstrap: opt.BootstrapOption = None,
     node: opt.NodesOption = None,
     model: Annotated[
         str | None,
@@ -40,23 +43,44 @@ def doctor(
         int, typer.Option("--port", min=0, max=65535, help="The port a gateway would use here.")
     ] = 8000,
     key: Annotated[
-        Path | None, typer.Option("--key", help="A key file to check; else the usual one.")
+        Path | None,
+        typer.Option("--key", help="A key file to check, and to join with; else the usual one is checked."),
     ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="With --bootstrap: what a node here would bind. Left out: any port.",
+        ),
+    ] = None,
+    token_file: opt.TokenFileOption = None,
     psk_file: opt.PskFileOption = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
     json: opt.JsonOption = False,
 ) -> None:
-    """Check this machine, a gateway (--url) and nodes (--node); exit with 1 if anything is wrong."""
+    """Check this machine, a swarm (--bootstrap), a gateway (--url) and nodes (--node); exit with 1 if one is bad.
+
+    With --bootstrap it listens as a node would and asks every sentinel named: is the clock right, how are we seen
+    from outside, can we be dialled, and does an echo come back through the relay?
+    """
     from cli.diagnosis import HomeParts
+    from cli.membership import read_membership
 
     first, last = opt.parse_local_layers(local_layers)
+    entrances = opt.parse_addresses(bootstrap, "--bootstrap")
+    place = opt.parse_host_port(listen, "--listen") if listen else None
     findings = [*_versions(), *_memory(), *_key_files(key, psk_file)]
-    findings += [_gateway(url, api_key)] if url else [_port(port)]
-    if node and not any(
-        finding.subject == "--psk-file" and finding.level == "problem" for finding in findings
-    ):
+    if url:
+        findings.append(_gateway(url, api_key))
+    elif not entrances:  # a machine that joins a swarm need not be a gateway
+        findings.append(_port(port))
+    is_member = not any(f.subject in ("--psk-file", "--key") and f.level == "problem" for f in findings)
+    if entrances and is_member:
+        findings += _swarm(entrances, key, read_membership(network, psk_file), place, token_file)
+    if node and is_member:
         findings += _nodes(node, model, network, psk_file, HomeParts(first, last, ends is opt.Ends.REMOTE))
     elif model:
         findings.append(_model(model)[0])
@@ -109,7 +133,7 @@ def _memory() -> Iterator[Finding]:
 
 def _key_files(key: Path | None, psk_file: Path | None) -> Iterator[Finding]:
     from cli.keys import default_key_path
-    from cli.membership import read_psk
+    from cli.membership import read_psks
     from routing.identity import Identity
 
     if key is None and default_key_path().exists():
@@ -117,7 +141,13 @@ def _key_files(key: Path | None, psk_file: Path | None) -> Iterator[Finding]:
     if key is not None:
         yield _readable("--key", lambda: f"{key} is node {Identity.load(key).node_id.hex()}")
     if psk_file is not None:
-        yield _readable("--psk-file", lambda: f"{psk_file} holds {len(read_psk(psk_file))} bytes, private")
+        yield _readable(
+            "--psk-file", lambda: f"{psk_file} holds {_secrets(len(read_psks(psk_file)))}, private"
+        )
+
+
+def _secrets(number: int) -> str:
+    return "one secret" if number == 1 else f"{number} secrets, the first for dialling"
 
 
 def _readable(subject: str, read: Callable[[], str]) -> Finding:
@@ -188,6 +218,28 @@ def _clock_skew_s(date: str | None) -> float | None:
     except ValueError:
         return None
     return told.timestamp() - time.time() if told else None
+
+
+def _swarm(
+    bootstraps: tuple[NodeAddress, ...],
+    key: Path | None,
+    membership: Membership,
+    listen: tuple[str, int] | None,
+    token_file: Path | None,
+) -> list[Finding]:
+    """Ask the sentinels. Not with the key of a node that runs here: its reservations would seem to be ours."""
+    from cli.checkup import check_up
+    from cli.membership import read_token
+    from cli.runtime import run_asking
+    from cli.state import default_state_dir, running_services
+    from routing.identity import Identity
+
+    identity = Identity.load(key) if key else Identity.generate()
+    running = {service.node_id for service in running_services(default_state_dir())}
+    if identity.node_id.hex() in running:
+        identity = Identity.generate()
+    token = read_token(token_file)
+    return run_asking(check_up(identity, membership, bootstraps, listen=listen, token=token))
 
 
 def _model(model: str) -> tuple[Finding, OwnModel | None]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cli import show
 from cli.answer import End, Piece, Question, Timings
 from cli.failures import CommandError
-from cli.options import parse_local_layers, use_threads
+from cli.options import parse_addresses, parse_local_layers, use_threads
 from cli.runtime import heavy_imports, start_logging
 from cli.survey import name_of
 from cli.target import Target
@@ -67,11 +67,14 @@ def _other_models(records: Sequence[NodeRecord], digest: bytes) -> Iterator[str]
 
 
 def _settings(target: Target, model: str) -> SwarmSettings:
-    from cli.membership import read_membership
+    from cli.key_files import load_or_make
+    from cli.membership import read_membership, read_token
+    from routing.address_policy import Scope
     from routing.addresses import parse_address
 
     membership = read_membership(target.network, target.psk_file)
     nodes = tuple(parse_address(text) for text in target.nodes)
+    bootstraps = parse_addresses(target.bootstraps, "--bootstrap")
     threads = target.threads or ANSWER_THREADS
     use_threads(threads)  # before the import below brings torch in
     with heavy_imports():
@@ -85,7 +88,12 @@ def _settings(target: Target, model: str) -> SwarmSettings:
         local_layers=parse_local_layers(target.local_layers),
         wire=target.wire.value,
         psk=membership.psk,
+        accepted_psks=membership.accepted_psks,
         threads=threads,
+        bootstraps=bootstraps,
+        scope=None if target.scope == "auto" else Scope(target.scope.value),
+        identity=load_or_make(target.key) if target.key else None,
+        token=read_token(target.token_file),
     )
 
 

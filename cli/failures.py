@@ -34,8 +34,18 @@ _FLAGS: Final[dict[str, str | None]] = {
     "body_timeout_s": None,
     "keepalive_s": None,
     "heartbeat_s": None,
+    "load_wait_s": None,
     "key_path": "--key",
     "kv_budget_bytes": "--kv-budget",
+    "memory_bytes": "--memory",
+    "models": "--model",
+    "bootstraps": "--bootstrap",
+    "psk": "--psk-file",
+    "accepted_psks": "--psk-file",
+    "token": "--token-file",
+    "allow": "--allow-file",
+    "owner": "--owner-key",
+    "is_sentinel": "--sentinel",
 }
 _OUR_PACKAGES: Final = frozenset({"app", "node", "routing", "slicing"})  # their texts say what to do
 _ADVICE: Final[dict[ErrorCode, str]] = {
@@ -46,6 +56,13 @@ _ADVICE: Final[dict[ErrorCode, str]] = {
     ErrorCode.CERTIFICATE_EXPIRED: "set the clocks of both machines",
     ErrorCode.NETWORK: "both sides need the same --network",
     ErrorCode.VERSION: "both sides need a version that speaks the same protocol",
+    ErrorCode.NOT_ALLOWED: "it lists whom it lets in: give its operator the id of your --key file, or show a guest "
+    "token with --token-file",
+    ErrorCode.NO_RESERVATION: "the node has left this sentinel: `diffuse status` shows where it is now",
+    ErrorCode.PEER_GONE: "try again in a second",
+    ErrorCode.QUOTA: "try again later, or use another sentinel",
+    ErrorCode.RELAY_FULL: "use another sentinel",
+    ErrorCode.GOING_AWAY: "use another sentinel",
     ErrorCode.BUSY: "wait, or add a node for these layers",
     ErrorCode.NO_SLICE: "ask `diffuse models` which layers each node serves",
 }
@@ -57,7 +74,7 @@ class CommandError(DiffuseError):
 
 def explain(error: BaseException) -> str:
     """Say in one line what went wrong and what to do about it."""
-    if isinstance(error, NoRouteError):
+    if isinstance(error, NoRouteError) and error.missing:
         return f"{error}: start `diffuse host --layers {_ranges(error)}` or name more nodes with --node"
     if isinstance(error, RemoteError):
         advice = _ADVICE.get(error.code)

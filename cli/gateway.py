@@ -62,6 +62,7 @@ class Gateway:
         self._client = client
         self.url = url
         self.model = model
+        self.unserved: list[dict[str, Any]] = []  # what nodes announce besides, as the last list said
         self.date: str | None = None  # the Date header of the last reply, for comparing clocks
 
     async def first_model(self) -> str:
@@ -74,8 +75,8 @@ class Gateway:
     async def list_models(self) -> list[dict[str, Any]]:
         """Every entry of `/v1/models`."""
         reply = await self._get("models")
-        entries = reply.get("data")
-        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        self.unserved = _objects(reply.get("unserved"))
+        return _objects(reply.get("data"))
 
     async def answer(self, question: Question) -> AsyncGenerator[Piece | End, None]:
         """Stream one chat completion; raises `GatewayError` on refusal, in-band error or a cut stream."""
@@ -210,6 +211,10 @@ class _Reading:
         prefill_s = told.get("prefill_s", self._first_s or total_s)
         decode_s = told.get("decode_s", max(total_s - prefill_s, 0.0))
         return Timings(total_s, prefill_s, told.get("tokens", tokens), decode_s, *map(told.get, _SHARES))
+
+
+def _objects(entries: Any) -> list[dict[str, Any]]:
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _reason(error: httpx.HTTPError) -> str:

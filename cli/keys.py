@@ -1,15 +1,26 @@
-"""`diffuse keys`: make an identity key, or show whose it is."""
+"""`diffuse keys`: make an identity key, show whose it is, change it, and let guests in with it."""
 
 from __future__ import annotations
 
+import time
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import options as opt
+from cli import show as terminal
 from cli.failures import CommandError
 
-app = typer.Typer(no_args_is_help=True, help="Make or show the identity key of a node or gateway.")
+if TYPE_CHECKING:
+    from routing.identity import Identity
+    from routing.moved import Moved
+    from routing.types import NodeId
+
+app = typer.Typer(
+    no_args_is_help=True, help="Make, show or change the identity key of a node, or invite a guest."
+)
 
 KeyPath = Annotated[
     Path | None,
@@ -17,6 +28,13 @@ KeyPath = Annotated[
         help="The key file. Left out: node.key in this user's Diffuse folder.", show_default=False
     ),
 ]
+
+
+class GuestMay(StrEnum):
+    """What a guest token permits."""
+
+    USE = "use"
+    SERVE = "serve"
 
 
 def default_key_path() -> Path:
@@ -30,18 +48,113 @@ def new(path: KeyPath = None) -> None:
     from routing.identity import Identity
 
     target = path or default_key_path()
-    target.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.generate()
     identity.save(target)
-    typer.echo(f"{identity.node_id.hex()}  {target}")
+    _print(identity, target)
 
 
 @app.command()
 def show(path: KeyPath = None) -> None:
-    """Print the node id that a key stands for. The secret itself is never printed."""
-    from routing.identity import Identity
+    """Print the node id of a key, its public key, and what it was before. The secret is never printed."""
+    from cli.key_files import live_move
+    from routing.moved import read_moved
 
     source = path or default_key_path()
+    identity = _load(source)
+    _print(identity, source)
+    if statement := live_move(source, identity):
+        _print_move(read_moved(statement))
+
+
+@app.command()
+def rotate(path: KeyPath = None) -> None:
+    """Put a new key in the place of the old one. For 7 days both are known to be yours.
+
+    The new one is shown with a statement that both have signed: whoever lists the old id lets the new one in
+    until then. Restart what uses the key, and tell the new id to those who keep a list.
+    """
+    from cli.key_files import rotate as rotate_key
+
+    source = path or default_key_path()
+    _load(source)  # says how to make one, where there is none
+    moved = rotate_key(source)
+    _print(_load(source), source)
+    _print_move(moved)
+
+
+@app.command()
+def guest(
+    path: KeyPath = None,
+    client: Annotated[
+        str, typer.Option("--client", metavar="ID", help="The guest's node id. any: whoever holds the token.")
+    ] = "any",
+    may: Annotated[
+        GuestMay, typer.Option("--scope", help="use: ask nodes for answers. serve: be a node as well.")
+    ] = GuestMay.USE,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="How long it holds, 7d at most.")
+    ] = "24h",
+    quota: Annotated[
+        int, typer.Option("--quota", min=1, help="Sessions at once that may begin at one node.")
+    ] = 4,
+    network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+) -> None:
+    """Print a guest token, signed with this key. The guest passes it with --token-file.
+
+    It counts where the allow list has a line `issuer` with this key's public key. A token for any client serves
+    one client at a time.
+    """
+    from cli.membership import network_id
+    from routing.guest_token import GuestScope, format_guest_token, sign_guest_token
+
+    issuer = _load(path or default_key_path())
+    token = sign_guest_token(
+        issuer,
+        network_id(network),
+        client_id=_client_id(client),
+        scope=GuestScope[may.name],
+        now_s=time.time(),
+        lifetime_s=opt.parse_duration(expires, "--expires"),
+        quota=quota,
+    )
+    typer.echo(format_guest_token(token))
+    terminal.note(f"allow lists that honour it hold the line: issuer {issuer.public_key.hex()}")
+
+
+def _load(source: Path) -> Identity:
+    from routing.identity import Identity
+
     if not source.exists():
         raise CommandError(f"there is no key file {source}: `diffuse keys new` makes one")
-    typer.echo(f"{Identity.load(source).node_id.hex()}  {source}")
+    return Identity.load(source)
+
+
+def _client_id(text: str) -> NodeId | None:
+    from routing.types import NodeId
+
+    if text == "any":
+        return None
+    try:
+        node_id = bytes.fromhex(text)
+    except ValueError:
+        node_id = b""
+    if len(node_id) != 32:
+        raise typer.BadParameter(
+            f"{text!r}: give the 64 hex digits that `diffuse keys show` prints first, or any",
+            param_hint="'--client'",
+        )
+    return NodeId(node_id)
+
+
+def _print(identity: Identity, source: Path) -> None:
+    typer.echo(f"{identity.node_id.hex()}  {source}")
+    typer.echo(f"public key {identity.public_key.hex()}")
+
+
+def _print_move(moved: Moved) -> None:
+    since, until = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (moved.issued_s, moved.expires_s)
+    )
+    typer.echo(
+        f"moved from {moved.old_id.hex()} on {since}; lists with that id let this one in until {until}"
+    )

@@ -14,7 +14,22 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from cli import bench, chat, doctor, failures, host, keys, models, query, serve, show, up
+from cli import (
+    bench,
+    chat,
+    doctor,
+    failures,
+    host,
+    keys,
+    leave,
+    models,
+    query,
+    sentinel,
+    serve,
+    show,
+    status,
+    up,
+)
 
 
 class Commands(TyperGroup):
@@ -79,8 +94,11 @@ app.command()(query.query)
 app.command()(chat.chat)
 app.command()(host.host)
 app.command()(serve.serve)
+app.command()(sentinel.sentinel)
+app.command()(status.status)
 app.command()(models.models)
 app.command()(doctor.doctor)
+app.command()(leave.leave)
 app.command()(bench.bench)
 app.add_typer(keys.app, name="keys")
 app.command(hidden=True)(up.prepare)

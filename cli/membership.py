@@ -1,4 +1,4 @@
-"""Which swarm we belong to: the network id and the shared secret behind two flags.
+"""Which swarm we belong to, and as whom: network id, shared secrets, allow list, guest token.
 
 Knows files and their permissions; what is read goes to `routing` and is never printed.
 """
@@ -8,13 +8,19 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from routing.errors import SettingsError
 
+if TYPE_CHECKING:
+    from routing.allow_list import AllowList
+    from routing.types import NodeAddress
+
 PSK_SIZE: Final = 32
+MAX_FILE: Final = 4096  # B, of a file with secrets or a token
 _DOMAIN: Final = b"diffuse/network/1"
 
 
@@ -23,12 +29,16 @@ class Membership:
     """What a peer must know of a swarm to take part in it."""
 
     network_id: bytes
-    psk: bytes | None = field(default=None, repr=False)
+    psk: bytes | None = field(default=None, repr=False)  # for dialling
+    accepted_psks: tuple[bytes, ...] = field(default=(), repr=False)  # others taken while secrets change
 
 
 def read_membership(network: str, psk_file: Path | None) -> Membership:
     """Read `--network` and `--psk-file`. Raises `SettingsError`."""
-    return Membership(network_id(network), read_psk(psk_file) if psk_file else None)
+    if psk_file is None:
+        return Membership(network_id(network))
+    psk, *accepted = read_psks(psk_file)
+    return Membership(network_id(network), psk, tuple(accepted))
 
 
 def network_id(name: str) -> bytes:
@@ -38,25 +48,63 @@ def network_id(name: str) -> bytes:
     return hashlib.sha256(_DOMAIN + name.encode()).digest()
 
 
-def read_psk(path: Path) -> bytes:
-    """Read a swarm's secret: 32 raw bytes, or 64 hex digits. Raises `SettingsError`, also if not private."""
+def read_psks(path: Path) -> tuple[bytes, ...]:
+    """Read a swarm's secrets: 32 raw bytes, or a line of 64 hex digits for each of one or two.
+
+    The first one is for dialling. Raises `SettingsError`, also if the file is not private.
+    """
+    content = _read_private(path, "secret")
+    if len(content) == PSK_SIZE:
+        return (content,)
+    secrets = _hex_lines(content)
+    if not 1 <= len(secrets) <= 2 or any(len(secret) != PSK_SIZE for secret in secrets):
+        raise SettingsError(
+            f"{path} does not hold {PSK_SIZE} bytes (or two secrets, one a line): make it with "
+            f"`openssl rand -hex {PSK_SIZE} > {path}` and chmod 600 {path}"
+        )
+    return tuple(dict.fromkeys(secrets))
+
+
+def read_token(path: Path | None) -> bytes:
+    """Read the guest token of `--token-file`; empty without one. Raises `SettingsError`, also if not private."""
+    if path is None:
+        return b""
+    from routing.guest_token import parse_guest_token
+
+    text = _read_private(path, "guest token").decode("ascii", errors="replace")
+    try:
+        return parse_guest_token(text)
+    except SettingsError as error:
+        raise SettingsError(f"--token-file {path}: {error}") from error
+
+
+def read_allow_list(
+    path: Path | None, membership: Membership, always: Iterable[NodeAddress] = ()
+) -> AllowList | None:
+    """The allow list of `--allow-file`, with whom the operator named; None without one. Raises `SettingsError`."""
+    if path is None:
+        return None
+    from routing.allow_list import AllowList
+
+    named = frozenset(address.node_id for address in always)
+    return AllowList(path, membership.network_id, always=named)
+
+
+def _read_private(path: Path, what: str) -> bytes:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(3 * PSK_SIZE)
+            content = file.read(MAX_FILE)
     except OSError as error:
-        raise SettingsError(f"cannot read the secret {path}: {error.strerror}") from error
+        raise SettingsError(f"cannot read the {what} {path}: {error.strerror}") from error
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"the secret {path} can be read by others: run chmod 600 {path}")
-    if len(secret) == PSK_SIZE:
-        return secret
+        raise SettingsError(f"the {what} {path} can be read by others: run chmod 600 {path}")
+    return content
+
+
+def _hex_lines(content: bytes) -> list[bytes]:
+    """The bytes that each line stands for; nothing if one of them is no hex."""
     try:
-        decoded = bytes.fromhex(secret.decode("ascii").strip())
+        return [bytes.fromhex(line) for line in content.decode("ascii").split()]
     except ValueError:
-        decoded = b""
-    if len(decoded) != PSK_SIZE:
-        raise SettingsError(
-            f"{path} does not hold {PSK_SIZE} bytes: make it with `openssl rand -hex {PSK_SIZE} > {path}` "
-            f"and chmod 600 {path}"
-        )
-    return decoded
+        return []

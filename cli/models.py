@@ -1,4 +1,4 @@
-"""`diffuse models`: what a gateway lists, or what nodes serve."""
+"""`diffuse models`: what a gateway lists, what nodes serve, or what a swarm does."""
 
 from __future__ import annotations
 
@@ -15,21 +15,33 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cli.survey import NodeReport
+    from routing.network_status import ModelStatus
     from routing.types import SliceOffer
+
+
+KEPT_AT_HOME = (0, 1)  # gateways keep the first layer unless told otherwise, so nodes may leave it out
 
 
 def models(
     url: opt.UrlOption = None,
     api_key: opt.ApiKeyOption = None,
     node: opt.NodesOption = None,
+    bootstrap: opt.BootstrapOption = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
     json: opt.JsonOption = False,
 ) -> None:
-    """List the models of a gateway (--url), or which layers each node (--node) serves.
+    """List the models of a gateway (--url) or a swarm (--bootstrap), or which layers each node (--node) serves.
 
     Exits with 1 if a node does not answer.
     """
+    if bootstrap and (node or url):
+        raise typer.BadParameter("give one of --url, --node and --bootstrap")
+    if bootstrap:
+        found = asyncio.run(_look(bootstrap, network, scope, psk_file))
+        show.print_json({"models": [_model_entry(model) for model in found]}) if json else _print_swarm(found)
+        return
     if node:
         reports = asyncio.run(_survey(node, network, psk_file))
         show.print_json({"nodes": [_node_entry(report) for report in reports]}) if json else _print_nodes(
@@ -38,15 +50,38 @@ def models(
         if any(report.error is not None for report in reports):
             raise typer.Exit(failures.EXIT_FAILURE)
         return
-    listed = asyncio.run(_list(url, api_key))
-    show.print_json({"data": listed}) if json else _print_models(listed)
+    listed, unserved = asyncio.run(_list(url, api_key))
+    if json:
+        show.print_json({"data": listed, "unserved": unserved})
+    else:
+        _print_models(listed)
+        for entry in unserved:
+            show.note(f"{show.printable(str(entry.get('id')))}: {show.printable(str(entry.get('reason')))}")
 
 
-async def _list(url: str | None, api_key: str | None) -> list[dict[str, Any]]:
+async def _list(url: str | None, api_key: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     from cli.gateway import DEFAULT_URL, open_gateway
 
     async with open_gateway(url or DEFAULT_URL, api_key=api_key, model="") as gateway:
-        return await gateway.list_models()
+        return await gateway.list_models(), gateway.unserved
+
+
+async def _look(
+    bootstrap: Sequence[str], network: str, scope: opt.Scope, psk_file: Path | None
+) -> tuple[ModelStatus, ...]:
+    """Join as an onlooker, and say which models the first gossip names. Raises `CommandError`."""
+    from cli.membership import read_membership
+    from cli.status import look
+    from cli.swarm import network_settings
+    from routing.identity import Identity
+
+    bootstraps = opt.parse_addresses(bootstrap, "--bootstrap")
+    settings = network_settings(read_membership(network, psk_file), bootstraps, scope)
+    async with look(Identity.generate(), settings) as (joined, entrances):
+        errors = [entrance.error for entrance in entrances if entrance.error]
+        if errors and len(errors) == len(entrances):
+            raise errors[0]
+        return joined.status().models
 
 
 async def _survey(node: Sequence[str], network: str, psk_file: Path | None) -> list[NodeReport]:
@@ -61,7 +96,28 @@ def status_of(entry: dict[str, Any]) -> str:
     """What a gateway says about one of its models, missing layers by their numbers."""
     status = str(entry.get("status", "listed"))
     missing = [(int(start), int(end)) for start, end in entry.get("missing_layers") or ()]
-    return f"{status}: no node serves layers {show.ranges(missing)}" if missing else status
+    told = f"{status}: no node serves layers {show.ranges(missing)}" if missing else status
+    return f"{told}; {show.printable(str(reason))}" if (reason := entry.get("reason")) else told
+
+
+def _print_swarm(found: Sequence[ModelStatus]) -> None:
+    grid = show.table("model", "digest", "layers", "status")
+    for model in found:
+        missing = [span for span in model.missing if span != KEPT_AT_HOME]
+        status = f"no node serves layers {show.ranges(missing)}" if missing else "ready"
+        grid.add_row(show.printable(model.name), model.digest.hex()[:8], str(model.num_layers), status)
+    show.console().print(grid)
+
+
+def _model_entry(model: ModelStatus) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "model_digest": model.digest.hex(),
+        "num_layers": model.num_layers,
+        "is_whole": model.is_whole,
+        "missing_layers": [list(span) for span in model.missing],
+        "holders": list(model.holders),
+    }
 
 
 def _print_models(listed: Sequence[dict[str, Any]]) -> None:

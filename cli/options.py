@@ -11,9 +11,12 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, TextIO
+from typing import TYPE_CHECKING, Annotated, Final, TextIO
 
 import typer
+
+if TYPE_CHECKING:
+    from routing.types import NodeAddress
 
 DEFAULT_MODEL: Final = "smollm2"
 DEFAULT_NETWORK: Final = "diffuse"
@@ -38,6 +41,15 @@ class Wire(StrEnum):
 
     AUTO = "auto"
     BF16 = "bf16"
+
+
+class Scope(StrEnum):
+    """How far a swarm reaches, which says what addresses its members may tell."""
+
+    AUTO = "auto"
+    LOOPBACK = "loopback"
+    LAN = "lan"
+    PUBLIC = "public"
 
 
 class Dtype(StrEnum):
@@ -85,6 +97,38 @@ PskFileOption = Annotated[
     Path | None,
     typer.Option("--psk-file", help="File with a secret that every member of a closed swarm shares."),
 ]
+BootstrapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bootstrap",
+        metavar="ID@HOST:PORT",
+        help="A member to join the swarm by, best a sentinel, as `diffuse sentinel` prints it. Repeatable.",
+    ),
+]
+ScopeOption = Annotated[
+    Scope,
+    typer.Option(
+        "--scope",
+        help="How far the swarm reaches: public tells no private addresses. auto: as far as the addresses given.",
+    ),
+]
+AllowFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--allow-file",
+        help="File of node ids that may connect, one a line; read again when it changes. Left out: everybody.",
+    ),
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option("--token-file", help="File with a guest token, as `diffuse keys guest` prints it."),
+]
+StateDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir", help="Where what must survive a restart is kept. Left out: a folder of this user's."
+    ),
+]
 KeyOption = Annotated[
     Path | None,
     typer.Option("--key", help="Identity key file, made if missing. Left out: a new identity each time."),
@@ -112,7 +156,8 @@ ApiKeyOption = Annotated[
 AskModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="With --url: which of the gateway's models. With --node: as for `diffuse host`."
+        "--model",
+        help="With --url: which of the gateway's models. With --node or --bootstrap: as for `diffuse host`.",
     ),
 ]
 MaxTokensOption = Annotated[
@@ -147,6 +192,27 @@ def parse_host_port(text: str, flag: str) -> tuple[str, int]:
             f"{text!r}: give it as HOST:PORT (127.0.0.1:7000, [::1]:7000)", param_hint=f"'{flag}'"
         )
     return bare, int(port)
+
+
+def parse_addresses(texts: Sequence[str] | None, flag: str) -> tuple[NodeAddress, ...]:
+    """Read the `ID@HOST:PORT` that were given for a repeatable flag."""
+    from routing.addresses import parse_address
+    from routing.errors import SettingsError
+
+    try:
+        return tuple(parse_address(text) for text in texts or ())
+    except SettingsError as error:
+        whole = "copy the whole ID@HOST:PORT that the other side printed"
+        raise typer.BadParameter(f"{error}; {whole}", param_hint=f"'{flag}'") from None
+
+
+def parse_duration(text: str, flag: str) -> float:
+    """Read the `90s`, `30m`, `24h` or `7d` that was given for a flag, in seconds."""
+    number, unit = text.strip()[:-1], text.strip()[-1:]
+    factors = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+    if not number.isdecimal() or unit not in factors:
+        raise typer.BadParameter(f"{text!r}: give a time like 30m, 24h or 7d", param_hint=f"'{flag}'")
+    return float(int(number) * factors[unit])
 
 
 def parse_size(text: str, flag: str) -> int:

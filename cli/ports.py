@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import suppress
 
+from cli import show
 from cli.failures import CommandError
 
 BACKLOG = 128  # connections that wait while the gateway loads; more are refused, as is usual
@@ -29,9 +31,18 @@ def listen_on(host: str, port: int) -> socket.socket:
     return listener
 
 
+def check_listen(host: str, port: int, flag: str = "--listen") -> None:
+    """Say now that a port is taken; the service binds it when it can serve. Raises `CommandError`."""
+    try:
+        with suppress(socket.gaierror):  # the service may resolve what we cannot
+            listen_on(host, port).close()
+    except OSError as error:
+        raise cannot_listen(host, port, error, flag) from error
+
+
 def cannot_listen(host: str, port: int, error: OSError, flag: str) -> CommandError:
     """What to say where `listen_on` failed, with the flag that chooses another port."""
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = show.host_port(host, port)
     if error.errno == errno.EADDRINUSE:
         return CommandError(f"{where} is in use: stop what listens there, or choose another port with {flag}")
     return CommandError(f"cannot listen on {where} ({error.strerror}): choose another address with {flag}")

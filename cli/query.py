@@ -20,6 +20,7 @@ def query(
     url: opt.UrlOption = None,
     api_key: opt.ApiKeyOption = None,
     node: opt.NodesOption = None,
+    bootstrap: opt.BootstrapOption = None,
     model: opt.AskModelOption = None,
     system: opt.SystemOption = None,
     max_tokens: opt.MaxTokensOption = None,
@@ -32,16 +33,32 @@ def query(
     local_layers: opt.LocalLayersOption = "1:0",
     wire: opt.WireOption = opt.Wire.AUTO,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
+    key: opt.KeyOption = None,
+    token_file: opt.TokenFileOption = None,
     threads: opt.ThreadsOption = None,
     json: opt.JsonOption = False,
 ) -> None:
-    """Ask one question of a gateway (--url) or, running the engine here, of nodes (--node).
+    """Ask one question of a gateway (--url) or, running the engine here, of nodes (--node) or a swarm (--bootstrap).
 
     The answer goes to standard output, the line of timings to standard error.
     """
     target = Target(
-        url, api_key, model, tuple(node or ()), ends, local_layers, wire, network, psk_file, threads
+        url,
+        api_key,
+        model,
+        tuple(node or ()),
+        ends,
+        local_layers,
+        wire,
+        network,
+        psk_file,
+        threads,
+        tuple(bootstrap or ()),
+        scope,
+        key,
+        token_file,
     )
     text = opt.read_prompt(prompt)
     question = Question(

@@ -1,9 +1,10 @@
-"""`diffuse serve`: the gateway, an OpenAI-compatible API in front of nodes."""
+"""`diffuse serve`: the gateway, an OpenAI-compatible API in front of nodes or a whole swarm."""
 
 from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,18 +14,32 @@ from cli import show
 from cli.telling import Teller
 
 if TYPE_CHECKING:
-    from app.engine.swarm import SwarmSettings
+    from app.engine.library import LibrarySettings
+    from app.engine.network import MemberSettings
     from app.settings import GatewaySettings
+    from routing.types import NodeAddress
 
 GATEWAY_THREADS = 1  # the ends are small beside the layers, and nodes may run beside us
 
 
 def serve(
-    node: Annotated[
-        list[str], typer.Option("--node", metavar="ID@HOST:PORT", help="A node, as `diffuse host` prints it.")
-    ],
-    model: opt.ModelOption = opt.DEFAULT_MODEL,
-    name: Annotated[str | None, typer.Option("--name", help="What clients call the model.")] = None,
+    node: opt.NodesOption = None,
+    bootstrap: opt.BootstrapOption = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Hub id, folder, .gguf file, or `smollm2`. Repeatable. Left out with --bootstrap: whatever the swarm "
+            "serves and this machine has.",
+        ),
+    ] = None,
+    open_any: Annotated[
+        bool,
+        typer.Option(
+            "--open-any", help="Also fetch from the hub, for their ends, models that nodes announce."
+        ),
+    ] = False,
+    name: Annotated[str | None, typer.Option("--name", help="What clients call the one --model.")] = None,
     listen: Annotated[
         str | None,
         typer.Option("--listen", metavar="HOST:PORT", help="What to bind. Left out: 127.0.0.1:8000."),
@@ -37,7 +52,31 @@ def serve(
     local_layers: opt.LocalLayersOption = "1:0",
     wire: opt.WireOption = opt.Wire.AUTO,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
+    key: opt.KeyOption = None,
+    allow_file: opt.AllowFileOption = None,
+    token_file: opt.TokenFileOption = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pin", metavar="ID", help="A node that every route uses, unless a request says others."
+        ),
+    ] = None,
+    avoid: Annotated[
+        list[str] | None, typer.Option("--avoid", metavar="ID", help="A node that no route ever uses.")
+    ] = None,
+    max_hops: Annotated[
+        int | None,
+        typer.Option("--max-hops", min=1, help="Nodes on a route at most, unless a request says otherwise."),
+    ] = None,
+    distinct_owners: Annotated[
+        bool,
+        typer.Option(
+            "--distinct-owners",
+            help="First and last node of different owners, unless a request says otherwise.",
+        ),
+    ] = False,
     pad: opt.PadOption = False,
     dtype: Annotated[opt.Dtype, typer.Option("--dtype", help="Compute type of the ends.")] = opt.Dtype.AUTO,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads for the ends.")] = GATEWAY_THREADS,
@@ -72,7 +111,7 @@ def serve(
     until_eof: opt.UntilEofOption = False,
     listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
 ) -> None:
-    """Serve an OpenAI-compatible API over nodes."""
+    """Serve an OpenAI-compatible API over nodes (--node), or over a swarm (--bootstrap)."""
     from cli.runtime import heavy_imports, start_logging
 
     if until_eof:
@@ -90,34 +129,83 @@ def serve(
         "max_requests": max_requests,
         "request_timeout_s": request_timeout,
         "drain_s": drain,
+        "pin": pin,
+        "avoid": avoid,
+        "max_hops": max_hops,
+        "distinct_owners": distinct_owners or None,
     }
     if listen is not None:
         chosen["host"], chosen["port"] = opt.parse_host_port(listen, "--listen")
-    from cli.membership import read_membership
-    from routing.addresses import parse_address
-
-    gateway, membership = _gateway_settings(chosen), read_membership(network, psk_file)
-    nodes = tuple(parse_address(text) for text in node)
+    nodes, bootstraps = opt.parse_addresses(node, "--node"), opt.parse_addresses(bootstrap, "--bootstrap")
+    models = _named_models(model, name, is_swarm=bool(bootstraps), is_anywhere=bool(nodes or bootstraps))
+    gateway = _gateway_settings(chosen)
     layers = opt.parse_local_layers(local_layers)
+    member = {
+        **_membership(network, psk_file, scope, key, allow_file, token_file, named=(*bootstraps, *nodes)),
+        "nodes": nodes,
+        "bootstraps": bootstraps,
+        "pad": pad,
+    }
     listener = _listener(gateway, listen_fd)
     with heavy_imports():  # once everything that can be wrong with a flag has been looked at
-        from app.engine.swarm import SwarmSettings
+        from app.engine.library import LibrarySettings, NamedModel
+        from app.engine.model import EndsSettings
+        from app.engine.network import MemberSettings
 
-    swarm = SwarmSettings(
-        model=model,
-        nodes=nodes,
-        network_id=membership.network_id,
-        name=name,
-        ends=ends.value,
-        local_layers=layers,
-        wire=wire.value,
-        psk=membership.psk,
-        pad=pad,
-        dtype=dtype.value,
-        threads=threads,
-        cache_dir=cache_dir,
+    library = LibrarySettings(
+        tuple(NamedModel(*named) for named in models),
+        opens_any=open_any,
+        ends=EndsSettings(
+            ends=ends.value,
+            local_layers=layers,
+            wire=wire.value,
+            dtype=dtype.value,
+            threads=threads,
+            cache_dir=cache_dir,
+        ),
     )
-    _serve(gateway, swarm, Teller(events, public_addr), listener)
+    _serve(gateway, MemberSettings(**member), library, Teller(events, public_addr), listener)
+
+
+def _named_models(
+    models: list[str] | None, name: str | None, *, is_swarm: bool, is_anywhere: bool
+) -> list[tuple[str, str | None]]:
+    """Each model to serve with its name for clients; none: what the swarm announces."""
+    if not is_anywhere:
+        raise typer.BadParameter(
+            "say where the nodes are: --bootstrap ID@HOST:PORT joins a swarm, --node names single ones",
+            param_hint="'--bootstrap'",
+        )
+    chosen = models or ([] if is_swarm else [opt.DEFAULT_MODEL])
+    if name is not None and len(chosen) != 1:
+        raise typer.BadParameter("it names one --model; several go by their own names", param_hint="'--name'")
+    return [(model, name) for model in chosen]
+
+
+def _membership(
+    network: str,
+    psk_file: Path | None,
+    scope: opt.Scope,
+    key: Path | None,
+    allow_file: Path | None,
+    token_file: Path | None,
+    named: tuple[NodeAddress, ...],
+) -> dict[str, Any]:
+    """What a member must know and be; `named` are always allowed."""
+    from cli.key_files import load_or_make
+    from cli.membership import read_allow_list, read_membership, read_token
+    from routing import address_policy
+
+    membership = read_membership(network, psk_file)
+    return {
+        "allow": read_allow_list(allow_file, membership, named),
+        "network_id": membership.network_id,
+        "psk": membership.psk,
+        "accepted_psks": membership.accepted_psks,
+        "scope": None if scope is opt.Scope.AUTO else address_policy.Scope(scope.value),
+        "identity": load_or_make(key) if key else None,
+        "token": read_token(token_file),
+    }
 
 
 def _hosts(allowed_host: list[str] | None, public_addr: str | None) -> list[str] | None:
@@ -146,9 +234,16 @@ def _listener(gateway: GatewaySettings, listen_fd: int | None) -> socket.socket:
         raise cannot_listen(host, gateway.port, error, "--listen") from error
 
 
-def _serve(gateway: GatewaySettings, swarm: SwarmSettings, teller: Teller, listener: socket.socket) -> None:
+def _serve(
+    gateway: GatewaySettings,
+    member: MemberSettings,
+    library: LibrarySettings,
+    teller: Teller,
+    listener: socket.socket,
+) -> None:
     from app.serving import run_gateway
     from cli.runtime import run_fast, run_until_signal
 
-    run_fast(run_until_signal(run_gateway(gateway, swarm, on_event=teller.tell, sockets=[listener])))
+    serving = run_gateway(gateway, member, library, on_event=teller.tell, sockets=[listener])
+    run_fast(run_until_signal(serving))
     show.note("stopped")

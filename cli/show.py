@@ -119,6 +119,11 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.2f} GB"
 
 
+def host_port(host: str, port: int) -> str:
+    """A place as the flags spell it, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def ranges(spans: Iterable[tuple[int, int]]) -> str:
     """Half-open layer ranges as the flags spell them: `0:10, 20:30`."""
     return ", ".join(f"{start}:{end}" for start, end in spans)

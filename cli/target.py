@@ -1,4 +1,4 @@
-"""Whom `query`, `chat` and `bench` ask: a gateway by its URL, or nodes by their addresses.
+"""Whom `query`, `chat` and `bench` ask: a gateway by its URL, nodes by their addresses, or a swarm by a member's.
 
 Opens the one or the other behind the same `Answerer` interface; the engine is imported only when nodes are
 named.
@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 
 from cli.answer import Answerer
-from cli.options import DEFAULT_MODEL, DEFAULT_NETWORK, Ends, Wire, parse_local_layers
+from cli.options import DEFAULT_MODEL, DEFAULT_NETWORK, Ends, Scope, Wire, parse_local_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,28 @@ class Target:
     network: str = DEFAULT_NETWORK
     psk_file: Path | None = None
     threads: int | None = None
+    bootstraps: tuple[str, ...] = ()
+    scope: Scope = Scope.AUTO
+    key: Path | None = None
+    token_file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.nodes and self.url:
-            raise typer.BadParameter("give --url (ask a gateway) or --node (run the engine here), not both")
+        if self.runs_engine and self.url:
+            raise typer.BadParameter(
+                "give --url (ask a gateway), or --node and --bootstrap (run the engine here), not both"
+            )
         parse_local_layers(self.local_layers)
+
+    @property
+    def runs_engine(self) -> bool:
+        """Whether the engine runs in this process."""
+        return bool(self.nodes or self.bootstraps)
 
     def describe(self) -> str:
         """What a reader of measurements needs to know."""
-        if self.nodes:
-            return f"{len(self.nodes)} nodes, ends {self.ends}, engine in this process"
+        if self.runs_engine:
+            nodes = "a swarm" if self.bootstraps else f"{len(self.nodes)} nodes"
+            return f"{nodes}, ends {self.ends}, engine in this process"
         from cli.gateway import DEFAULT_URL
 
         return self.url or DEFAULT_URL
@@ -49,7 +61,7 @@ class Target:
 @asynccontextmanager
 async def open_answerer(target: Target) -> AsyncIterator[Answerer]:
     """Connect; raises a `DiffuseError` that says what to do when that fails."""
-    if target.nodes:
+    if target.runs_engine:
         from cli.engine import open_nodes
 
         async with open_nodes(target, target.model or DEFAULT_MODEL) as engine:

@@ -5,7 +5,7 @@ Events are plain mappings with an `event` name; this file knows only how to prin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -38,8 +38,29 @@ class Teller:
             case {"event": "measured", "dtype": dtype, "threads": threads, "layer_ms": layer_ms}:
                 plural = "" if threads == 1 else "s"
                 return f"computes in {dtype} on {threads} thread{plural}, {layer_ms:.2f} ms a layer"
+            case {"event": "ready", "role": "sentinel", "address": address}:
+                return str(address)
+            case {"event": "ready", "address": "", "layers": layers}:
+                return f"serves layers {layers}; no way in is proved yet"
             case {"event": "ready", "address": address, "layers": layers}:
                 return f"serves layers {layers}; gateways reach it with\n--node {address}"
+            case {"event": "reachable", "address": address}:
+                return f"others reach it at {address}"
+            case {"event": "placing", "slices": [*slices]}:
+                return f"loads {_slices(slices)}, where it helps most"
+            case {"event": "moving", "slices": [*slices], "from": [*held]}:
+                return f"loads {_slices(slices)} beside {_slices(held)}"
+            case {"event": "moved", "slices": [*slices]}:
+                return f"serves {_slices(slices)} now"
+            case {"event": "load_failed", "model": model, "layers": layers, "text": text}:
+                return f"layers {layers} of {model} could not be loaded: {text}"
+            case {"event": "draining", "num_sessions": 0}:
+                return "leaves the swarm"
+            case {"event": "draining", "num_sessions": num_sessions, "limit_s": limit_s}:
+                plural = "" if num_sessions == 1 else "s"
+                return f"leaves: {num_sessions} session{plural} may end within {limit_s:g} s; Ctrl+C again ends at once"
+            case {"event": "models", "models": [*models]}:
+                return f"models: {', '.join(map(show.printable, models)) or 'none has a whole route now'}"
             case {"event": "ready", "url": url}:
                 missing = [(start, end) for start, end in event.get("missing_layers", ())]
                 warning = f", but no node serves layers {show.ranges(missing)} yet" if missing else ""
@@ -66,3 +87,7 @@ class Teller:
             return ""
         self._told[stage] = tenth
         return f"{stage} {show.size(done)} of {show.size(total)}"
+
+
+def _slices(slices: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"layers {one['layers']} of {one['model']}" for one in slices) or "nothing"

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 import psutil
+import torch
 
 from node.stats import NodeStats
 
@@ -49,12 +50,19 @@ class MemoryBudget:
 
 
 def default_budget_bytes() -> int:
-    """A share of the memory that is free now, of the machine or of the container, whichever is less."""
+    """A share of the memory that is free now."""
+    return int(free_memory_bytes() * FREE_MEMORY_SHARE)
+
+
+def free_memory_bytes(device: str = "cpu") -> int:
+    """What is free now: of the machine or of the container, whichever is less; of the GPU where weights go there."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
     available = psutil.virtual_memory().available
     limit = _container_limit_bytes()
     if limit is not None:
         available = min(available, limit - psutil.Process().memory_info().rss)
-    return max(0, int(available * FREE_MEMORY_SHARE))
+    return max(0, available)
 
 
 def _container_limit_bytes() -> int | None:

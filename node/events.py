@@ -1,13 +1,16 @@
 """What a node tells whoever started it: plain mappings with an `event` name, ready for JSON.
 
-In the order in which they come: "progress" (often), "measured", "ready", "stopped".
+A node that serves what it was told to: "progress" (often), "measured", "ready", "draining" where sessions are left at
+the end, "stopped". One that finds its place itself tells "placing" before its first slice, "moving" and "moved" around
+each later change, "waiting" where there is nothing for it to do yet, "load_failed" where a slice could not be loaded,
+and "reachable" once others have a way to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from routing.types import NodeAddress, SliceOffer
+from routing.types import NodeAddress, SliceOffer, SliceSpec
 
 NodeEvent = Mapping[str, object]
 OnEvent = Callable[[NodeEvent], None]
@@ -32,8 +35,50 @@ def measured(dtype: str, threads: int, layer_ms: float, *, is_remembered: bool) 
     }
 
 
+def placing(wanted: Sequence[tuple[str, SliceSpec]]) -> NodeEvent:
+    """Layers were found that are worth serving: they are loaded now."""
+    return {"event": "placing", **_slices(wanted)}
+
+
+def waiting(text: str) -> NodeEvent:
+    """No layers were found that this node could serve to any use; it goes on looking."""
+    return {"event": "waiting", "text": text}
+
+
+def moving(wanted: Sequence[tuple[str, SliceSpec]], held: Sequence[tuple[str, SliceSpec]]) -> NodeEvent:
+    """Other layers help more than those held: the change begins. What is held serves on."""
+    return {"event": "moving", **_slices(wanted), "from": _slices(held)["slices"]}
+
+
+def moved(held: Sequence[tuple[str, SliceSpec]]) -> NodeEvent:
+    """What is held has changed; nothing drains any more."""
+    return {"event": "moved", **_slices(held)}
+
+
+def load_failed(model: str, layers: SliceSpec, code: str, text: str) -> NodeEvent:
+    """A slice could not be loaded; what was held before serves on."""
+    return {"event": "load_failed", "model": model, "layers": str(layers), "code": code, "text": text}
+
+
+def reachable(address: NodeAddress) -> NodeEvent:
+    """Others have a way to this node, told to everybody."""
+    return {"event": "reachable", "address": str(address)}
+
+
+def draining(num_sessions: int, limit_s: float) -> NodeEvent:
+    """The node leaves: it takes no new session, and waits for these, at most so long."""
+    return {"event": "draining", "num_sessions": num_sessions, "limit_s": round(limit_s, 1)}
+
+
+def _slices(slices: Sequence[tuple[str, SliceSpec]]) -> dict[str, object]:
+    """The first slice under "model" and "layers", and all of them."""
+    listed = [{"model": model, "layers": str(spec)} for model, spec in slices]
+    first = listed[0] if listed else {"model": "", "layers": ""}
+    return {**first, "slices": listed}
+
+
 def ready(
-    address: NodeAddress,
+    address: NodeAddress | None,
     bound: tuple[str, int],
     offer: SliceOffer,
     *,
@@ -43,10 +88,13 @@ def ready(
     bytes_read: int,
     peak_memory_bytes: int,
 ) -> NodeEvent:
-    """The node serves. `address` is what others are told; `bytes_read` what the loader asked of the checkpoint."""
+    """The node serves. `address` is what others are told, None where there is none yet.
+
+    `bytes_read`: what the loader asked of the checkpoint.
+    """
     return {
         "event": "ready",
-        "address": str(address),
+        "address": "" if address is None else str(address),
         "bound": f"{bound[0]}:{bound[1]}",
         "model": offer.model_name,
         "layers": str(offer.spec),

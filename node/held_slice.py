@@ -92,13 +92,20 @@ class Runner(Protocol):
     ) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldSlice:
-    """A loaded slice and the offer that describes it."""
+    """A loaded slice and the offer that describes it. Two are the same only where they are one."""
 
     runner: Runner
     offer: SliceOffer
     cache_bytes_per_position: int  # in all held layers
+    weights_bytes: int = 0
+    head_ms: float = 0.0  # measured at the load: norm and head on one row, where they are held
+
+    @property
+    def name(self) -> str:
+        """What it is, for errors and logs."""
+        return f"layers {self.offer.spec} of {self.offer.model_name}"
 
     def cache_bytes(self, entry: HopEntry, num_positions: int) -> int:
         """What a session of this work takes for so many positions, the room to grow included.
@@ -111,31 +118,30 @@ class HeldSlice:
         num_held = self.offer.spec.end - self.offer.spec.start
         return self.cache_bytes_per_position * capacity * (entry.end - entry.start) // num_held
 
+    def serves(self, entry: HopEntry) -> bool:
+        """Whether the layers and ends asked for are held."""
+        offer = self.offer
+        return (
+            entry.model_digest == offer.model_digest
+            and offer.spec.start <= entry.start <= entry.end <= offer.spec.end
+            and (not entry.run_opening or (offer.has_opening and entry.start == 0))
+            and (not entry.run_closing or (offer.has_closing and entry.end == offer.num_layers))
+        )
+
     def check(self, entry: HopEntry) -> None:
         """Refuse work that this slice cannot do. Raises WorkError NO_SLICE, or ProtocolError."""
-        _check_shape(entry)
-        self._check_layers(entry)
+        check_shape(entry)
+        if not self.serves(entry):
+            raise WorkError(ErrorCode.NO_SLICE, f"layers {entry.start}:{entry.end} asked; held: {self.name}")
         if entry.max_positions > self.runner.max_positions:
             limit = self.runner.max_positions
             raise ProtocolError(
                 ErrorCode.TOO_BIG, f"{entry.max_positions} positions asked, the model has {limit}"
             )
 
-    def _check_layers(self, entry: HopEntry) -> None:
-        offer = self.offer
-        held = f"layers {offer.spec} of {offer.model_name}"
-        if entry.model_digest != offer.model_digest:
-            raise WorkError(ErrorCode.NO_SLICE, f"another model is asked for; held here: {held}")
-        if not offer.spec.start <= entry.start <= entry.end <= offer.spec.end:
-            raise WorkError(ErrorCode.NO_SLICE, f"layers {entry.start}:{entry.end} asked; held here: {held}")
-        if entry.run_opening and not (offer.has_opening and entry.start == 0):
-            raise WorkError(ErrorCode.NO_SLICE, f"the opening end is asked for; held here: {held}")
-        if entry.run_closing and not (offer.has_closing and entry.end == offer.num_layers):
-            raise WorkError(ErrorCode.NO_SLICE, f"the closing end is asked for; held here: {held}")
 
-
-def _check_shape(entry: HopEntry) -> None:
-    """What no correct gateway would seal."""
+def check_shape(entry: HopEntry) -> None:
+    """Refuse what no correct gateway would seal. Raises ProtocolError."""
     is_last = entry.hop == entry.num_hops - 1
     problems = {
         "hop numbers": not 0 <= entry.hop < entry.num_hops,

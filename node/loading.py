@@ -1,13 +1,17 @@
-"""From a model's name to a slice that can compute: opened, checked, loaded and measured.
+"""From a model's name to a slice that can compute: opened, checked, loaded and measured, step by step.
 
-Runs on the compute thread, so that what is measured is what will serve. Knows nothing of links.
+These functions block: `slice_loader` says on which thread each of them runs. Knows nothing of links.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
 
 from node import events
 from node.events import OnEvent
@@ -19,13 +23,28 @@ from routing.errors import SettingsError
 from routing.types import SliceOffer, SliceSpec
 from slicing.cache import cache_root
 from slicing.checkpoint import Checkpoint
-from slicing.model_source import open_checkpoint
 from slicing.progress import StoppableProgress
 from slicing.runner import Parts, PlainRunner
+from slicing.weights import layer_number
 
 logger = logging.getLogger(__name__)
 
 WIRE_DTYPES = {torch_dtype: wire for wire, torch_dtype in TORCH_DTYPES.items()}
+HEAD_TRIALS = 3  # a head takes as long as several layers: a median of few is steady enough
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSlice:
+    """A slice whose weights are in memory; how fast it is here is not known yet."""
+
+    checkpoint: Checkpoint
+    spec: SliceSpec
+    parts: Parts
+    runner: PlainRunner
+    store: ChoiceStore
+    remembered: FormChoice | None
+    bytes_read: int
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +70,88 @@ class LoadReport(StoppableProgress):
         self._tell(events.measured(choice.dtype, choice.threads, layer_ms, is_remembered=is_remembered))
 
 
-def load_slice(settings: NodeSettings, report: LoadReport) -> LoadedSlice:
-    """Open, check, load and measure. Raises SettingsError, ModelError (CannotCut among them) or LoadStopped."""
-    started = time.perf_counter()
-    checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir, progress=report)
-    spec = checked_spec(settings.layers, checkpoint.config.num_hidden_layers)
+def read_slice(
+    settings: NodeSettings,
+    checkpoint: Checkpoint,
+    layers: SliceSpec | None,
+    report: LoadReport,
+    *,
+    dtype: torch.dtype | None = None,
+    has_ends: bool | None = None,
+    weightless: PreTrainedModel | None = None,
+) -> ReadSlice:
+    """Check and read a slice (None: every layer). Raises SettingsError, ModelError (CannotCut too) or LoadStopped.
+
+    The dtype is chosen here where it is not given; `has_ends` overrules the settings; for `weightless` see
+    `PlainRunner.load`.
+    """
+    started, read_before = time.perf_counter(), checkpoint.bytes_requested
+    num_layers = checkpoint.config.num_hidden_layers
+    spec = checked_spec(layers, num_layers)
     store = ChoiceStore(cache_root(settings.cache_dir), checkpoint.digest, spec, settings.device)
     remembered = store.load()
-    dtype = choose_dtype(settings, checkpoint.dtype, remembered)
-    parts = _parts(spec, checkpoint.config.num_hidden_layers, hold_ends=settings.hold_ends)
-    runner = PlainRunner.load(checkpoint, parts, dtype=dtype, device=settings.device, progress=report)
+    dtype = dtype or choose_dtype(settings, checkpoint.dtype, remembered)
+    hold_ends = settings.hold_ends if has_ends is None else has_ends
+    parts = _parts(spec, num_layers, hold_ends=hold_ends)
+    runner = PlainRunner.load(
+        checkpoint, parts, dtype=dtype, device=settings.device, progress=report, weightless=weightless
+    )
     runner.widen_head()
+    read = checkpoint.bytes_requested - read_before
     load_s = time.perf_counter() - started
+    return ReadSlice(checkpoint, spec, parts, runner, store, remembered, read, load_s)
 
-    threads = choose_threads(settings, runner.measure_layer_ms, remembered)
+
+def measure_slice(settings: NodeSettings, read: ReadSlice, report: LoadReport) -> LoadedSlice:
+    """Choose the number of threads of the calling thread, where it will be computed, and measure a layer's time."""
+    runner = read.runner
+    threads = choose_threads(settings, runner.measure_layer_ms, read.remembered)
     layer_ms = runner.measure_layer_ms()
-    choice = FormChoice(WIRE_DTYPES[dtype].name.lower(), threads)
-    if remembered is None and settings.dtype == "auto" and settings.threads is None:
-        store.save(choice)
-    report.measured(choice, layer_ms, is_remembered=remembered is not None)
-    logger.info("layers %s: %s, %d threads, %.2f ms a layer", spec, choice.dtype, threads, layer_ms)
+    choice = FormChoice(WIRE_DTYPES[runner.dtype].name.lower(), threads)
+    if read.remembered is None and settings.dtype == "auto" and settings.threads is None:
+        read.store.save(choice)
+    report.measured(choice, layer_ms, is_remembered=read.remembered is not None)
+    logger.info("layers %s: %s, %d threads, %.2f ms a layer", read.spec, choice.dtype, threads, layer_ms)
+    return loaded_slice(read, threads, layer_ms, measure_head_ms(runner))
 
-    offer = _offer(checkpoint, runner, spec, parts, layer_ms)
-    held = HeldSlice(runner, offer, runner.cache_bytes_per_position)
-    return LoadedSlice(held, threads, load_s, runner.size_bytes, checkpoint.bytes_requested)
+
+def loaded_slice(read: ReadSlice, threads: int, layer_ms: float, head_ms: float) -> LoadedSlice:
+    """What others may be offered of a slice that was read and measured."""
+    runner = read.runner
+    offer = _offer(read.checkpoint, runner, read.spec, read.parts, layer_ms)
+    held = HeldSlice(
+        runner,
+        offer,
+        runner.cache_bytes_per_position,
+        weights_bytes=runner.size_bytes,
+        head_ms=head_ms,
+    )
+    return LoadedSlice(held, threads, read.load_s, runner.size_bytes, read.bytes_read)
+
+
+def measure_head_ms(runner: PlainRunner) -> float:
+    """Median time of norm and head on one row, in milliseconds; 0 where they are not held."""
+    if not runner.parts.closing:
+        return 0.0
+    cache, row = runner.new_cache(), torch.zeros(1, runner.hidden_size, dtype=runner.dtype)
+    times = []
+    with torch.inference_mode():
+        for _ in range(HEAD_TRIALS):
+            began = time.perf_counter()
+            runner.run_closing(cache, row, 0, start=runner.num_layers)
+            times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1000
+
+
+def layer_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the largest layer's weights take in memory in this dtype, by the checkpoint's tensor table."""
+    sizes: dict[int, int] = {}
+    for name, tensor in checkpoint.tensors.items():
+        layer = layer_number(name)
+        if layer is not None:
+            width = dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize
+            sizes[layer] = sizes.get(layer, 0) + tensor.size_bytes // tensor.dtype.itemsize * width
+    return max(sizes.values(), default=0)
 
 
 def checked_spec(asked: SliceSpec | None, num_layers: int) -> SliceSpec:

@@ -11,7 +11,7 @@ from node.outbox import Gone, Outbox
 from node.session import Session
 from node.stats import NodeStats
 from routing import wire
-from routing.endpoint import Endpoint
+from routing.endpoint import STALE_AFTER_S, Endpoint
 from routing.errors import ProtocolError, RemoteError
 from routing.link import Link
 from routing.types import Answer, Failure, SessionId
@@ -71,10 +71,12 @@ class ReturnPath:
         self._outbox.put(link, _failure(session_id, epoch, step, error, hop))
 
     def gateway_link(self, session: Session) -> Link | None:
-        """The newest live link that the session's gateway has with us."""
+        """The best live link that the session's gateway has with us: one that is not silent, direct, the newest."""
         assert self._endpoint is not None
-        links = self._endpoint.links_to(session.entry.gateway_id)
-        return next((link for link in links if not link.is_closed), None)
+        links = [link for link in self._endpoint.links_to(session.entry.gateway_id) if not link.is_closed]
+        return next(
+            (link for link in links if link.silent_for_s < STALE_AFTER_S), links[0] if links else None
+        )
 
 
 def _failure(session_id: SessionId, epoch: int, step: int, error: RemoteError, hop: int) -> Failure:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
@@ -54,6 +55,7 @@ class Scheduler(Generic[SomeJob]):
         self._decodes: deque[Hashable] = deque()
         self._prefills: deque[Hashable] = deque()
         self._decode_run = 0
+        self._running: tuple[int, float] | None = None  # rows (0: a call) and since when, of the thread
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._thread.start()
 
@@ -83,6 +85,12 @@ class Scheduler(Generic[SomeJob]):
         with self._lock:
             return sum(len(queue) for queue in self._queues.values())
 
+    @property
+    def busy(self) -> tuple[int, float]:
+        """Rows of the step that the thread computes (0: something else), and for how many seconds it has; 0: idle."""
+        running = self._running  # replaced as a whole by the thread
+        return (0, 0.0) if running is None else (running[0], time.monotonic() - running[1])
+
     async def call(self, work: Callable[[], Result]) -> Result:
         """Run something else on the compute thread (loading, measuring), in between jobs; its exception is raised."""
         future: asyncio.Future[Result] = self._loop.create_future()
@@ -109,13 +117,16 @@ class Scheduler(Generic[SomeJob]):
 
     def _work(self) -> None:
         while (wake := self._wakes.get()) is not None:
+            self._running = 0, time.monotonic()
             wake()
+            self._running = None
 
     def _run_next(self) -> None:
         with self._lock:
             picked = self._pick()
         if picked is None:
             return  # its job was discarded
+        self._running = picked.rows, time.monotonic()
         try:
             picked.run()
         finally:

@@ -1,13 +1,12 @@
 """What a node does with each message: sessions open, are re-routed, attached, cancelled, and expire.
 
-All of it on the event loop; steps are the step flow's, computing the scheduler's, sending the outbox's. Knows
-nothing of sockets and tensors.
+All of it on the event loop; opening and re-routing are the openings', steps the step flow's, computing the
+scheduler's, sending the outbox's. Knows nothing of sockets and tensors.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -15,19 +14,23 @@ from dataclasses import replace
 
 from node.budget import MemoryBudget
 from node.held_slice import HeldSlice
+from node.openings import MayDial, Openings
 from node.outbox import Outbox
 from node.return_path import ReturnPath
 from node.scheduler import Scheduler
 from node.session import Session
-from node.session_table import SessionTable, is_proven
+from node.session_table import SessionTable, ends_session, is_proven
 from node.settings import NodeSettings
+from node.slice_table import SliceTable
 from node.stats import NodeStats
-from node.step_flow import StepFlow, hop_lost
-from node.step_job import StepJob, new_sampler, new_state
+from node.step_flow import StepFlow
+from node.step_job import StepJob
 from routing import wire
+from routing.allow_list import AllowList
 from routing.endpoint import Endpoint
-from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError, WorkError
+from routing.errors import ErrorCode, RemoteError, SecurityError, WorkError
 from routing.link import Link
+from routing.sealing import ATTACH, CANCEL
 from routing.types import (
     Answer,
     Attach,
@@ -35,9 +38,11 @@ from routing.types import (
     Describe,
     Description,
     Failure,
-    HopEntry,
+    Inquire,
     Message,
     Open,
+    Resumed,
+    Standing,
     Step,
 )
 
@@ -55,7 +60,7 @@ class NodeServer:
 
     def __init__(
         self,
-        held: HeldSlice,
+        slices: SliceTable,
         seal_key: wire.SealKey,
         settings: NodeSettings,
         *,
@@ -64,19 +69,23 @@ class NodeServer:
         stats: NodeStats,
         tasks: asyncio.TaskGroup,
         clock: Callable[[], float] = time.monotonic,
+        may_dial: MayDial = lambda _: True,
     ) -> None:
         self.stats = stats
-        self._held = held
-        self._seal_key = seal_key
+        self._slices = slices
         self._settings = settings
         self._budget = budget
-        self._tasks = tasks
+        self._scheduler = scheduler
         self._clock = clock
         self._outbox = Outbox(tasks)
         self._returns = ReturnPath(self._outbox, stats)
-        self._sessions = SessionTable(settings.max_sessions, settings.max_sessions_per_peer)
+        limits = settings.max_sessions, settings.max_sessions_per_peer
+        if isinstance(settings.allow, AllowList):
+            self._sessions = SessionTable(*limits, settings.allow.session_limit)
+        else:
+            self._sessions = SessionTable(*limits)
         self._steps = StepFlow(
-            held,
+            slices,
             settings.max_rows,
             scheduler=scheduler,
             budget=budget,
@@ -85,12 +94,25 @@ class NodeServer:
             stats=stats,
             on_broken=self._free,
         )
-        self._endpoint: Endpoint | None = None
+        self._openings = Openings(
+            slices,
+            seal_key,
+            self._sessions,
+            steps=self._steps,
+            outbox=self._outbox,
+            returns=self._returns,
+            stats=stats,
+            tasks=tasks,
+            clock=clock,
+            may_dial=may_dial,
+            free=self._free,
+        )
+        slices.on_removed = self._end_slice
         self._is_closing = False
 
     def connect(self, endpoint: Endpoint) -> None:
         """Give the server the endpoint that it dials next hops with and finds gateways' links in."""
-        self._endpoint = endpoint
+        self._openings.connect(endpoint)
         self._returns.connect(endpoint)
 
     async def sweep_for_ever(self) -> None:
@@ -106,12 +128,14 @@ class NodeServer:
             if self._is_expired(session, now):
                 logger.info("session %s hop %d: expired", session.name, session.entry.hop)
                 self.stats.sessions_expired += 1
+                self._tell_next(session, _own_cancel(session))
                 self._free(session)
 
     def close(self) -> None:
-        """Free every session, here and down the chain; what still arrives is ignored.
+        """Free every session here; what still arrives is ignored.
 
-        The end of its links tells a gateway to plan again. A failure would let it ask this node once more.
+        The end of its links tells a gateway to plan again, with what the others hold. A failure would let it ask
+        this node once more.
         """
         self._is_closing = True
         for session in self._sessions:
@@ -120,8 +144,13 @@ class NodeServer:
     def description(self) -> Description:
         """What this node serves now."""
         return Description(
-            (self._held.offer,), len(self._sessions), self._settings.max_sessions, self._budget.free_bytes
+            self._slices.offers(), len(self._sessions), self._settings.max_sessions, self._budget.free_bytes
         )
+
+    @property
+    def num_sessions(self) -> int:
+        """Live sessions."""
+        return len(self._sessions)
 
     # What the links tell (link.LinkReceiver) ------------------------------------------------------------------
 
@@ -143,6 +172,10 @@ class NodeServer:
                 self._on_cancel(message)
             case Attach():
                 self._on_attach(link, message)
+            case Resumed():
+                self._openings.take_resumed(link, message)
+            case Inquire():
+                self._on_inquire(link, message)
             case Describe():
                 self._outbox.put(link, self.description())
             case _:
@@ -155,7 +188,7 @@ class NodeServer:
         for session in self._sessions:
             session.bound = [bound for bound in session.bound if bound is not link]
             if session.next_link is link:
-                self._lose_next_hop(session, "the link to the next hop closed")
+                self._openings.lose_next_hop(session, "the link to the next hop closed")
 
     # Steps and what comes back --------------------------------------------------------------------------------
 
@@ -186,95 +219,13 @@ class NodeServer:
             message = replace(message, hop=session.entry.hop + 1)  # it may not blame us, or those before us
         self._returns.send(session, message)
 
-    # Opening --------------------------------------------------------------------------------------------------
+    # Opening and attaching ------------------------------------------------------------------------------------
 
     def _on_open(self, link: Link, opening: Open) -> None:
         try:
-            entry = self._read_entry(opening)
-            session = self._sessions.get(opening.session_id)
-            if session is None:
-                self._open(link, opening, entry)
-            elif not hmac.compare_digest(session.entry.route_key, entry.route_key):
-                raise SecurityError(ErrorCode.NOT_ALLOWED, "the session belongs to another key")
-            elif opening.epoch > session.epoch:
-                self._reroute(session, link, opening, entry)
+            self._openings.take(link, opening)
         except RemoteError as error:
             self._returns.refuse(link, opening.session_id, opening.epoch, error, hop=opening.hop)
-
-    def _read_entry(self, opening: Open) -> HopEntry:
-        aad = wire.entry_aad(opening.session_id, opening.epoch, opening.hop)
-        entry = wire.open_entry(opening.entries[opening.hop], self._seal_key, aad)
-        if (entry.hop, entry.num_hops) != (opening.hop, len(opening.entries)):
-            raise ProtocolError(ErrorCode.MALFORMED, "the route entry is for another place in the chain")
-        self._held.check(entry)
-        return entry
-
-    def _open(self, link: Link, opening: Open, entry: HopEntry) -> None:
-        if self._sessions.was_cancelled(opening.session_id, opening.epoch, entry.route_key):
-            logger.debug("session %s: cancelled before it was opened", opening.session_id[:4].hex())
-            return
-        self._sessions.check_room(link.peer_id)
-        session = Session(
-            opening.session_id,
-            opening.epoch,
-            entry,
-            new_state(self._held.runner, entry),
-            link.peer_id,
-            bound=[link],
-            last_seen=self._clock(),
-        )
-        self._sessions.add(session)
-        self.stats.sessions_opened += 1
-        self.stats.num_sessions += 1
-        logger.debug("session %s hop %d: opened", session.name, entry.hop)
-        self._reach_next(session, opening)
-
-    def _reroute(self, session: Session, link: Link, opening: Open, entry: HopEntry) -> None:
-        if not session.keeps_state_for(entry):
-            self._free(session, tell_next=False)
-            self._open(link, opening, entry)
-            return
-        if session.entry.sampling != entry.sampling:
-            session.state = replace(
-                session.state, sampler=new_sampler(self._held.runner, entry), drawn_for=[]
-            )
-        self._steps.drop(session)
-        session.reroute(opening.epoch, entry, link)
-        session.last_seen = self._clock()
-        self.stats.sessions_rerouted += 1
-        logger.info("session %s hop %d: re-routed, epoch %d", session.name, entry.hop, session.epoch)
-        self._reach_next(session, opening)
-
-    def _reach_next(self, session: Session, opening: Open) -> None:
-        if session.entry.next_hop is not None:
-            onward = replace(opening, hop=opening.hop + 1)
-            self._tasks.create_task(self._dial_next(session, onward))
-
-    async def _dial_next(self, session: Session, onward: Open) -> None:
-        assert self._endpoint is not None
-        assert session.entry.next_hop is not None
-        link: Link | None = None
-        trouble = "the link to the next hop closed"
-        try:
-            link = await self._endpoint.dial(session.entry.next_hop)
-        except RemoteError as error:
-            trouble = f"the next hop cannot be reached, {error.code.name}"
-        except Exception as error:  # the address is a gateway's: whatever it makes of the resolver stays here
-            logger.warning("session %s: dialling raised %s", session.name, type(error).__name__)
-            trouble = "the next hop's address cannot be used"
-        if session.is_freed or session.epoch != onward.epoch:
-            return
-        if link is None or link.is_closed:
-            self._lose_next_hop(session, trouble)
-            return
-        session.next_link = link
-        self._outbox.put(link, onward)
-        self._steps.next_hop_up(session)
-
-    def _lose_next_hop(self, session: Session, text: str) -> None:
-        session.next_link = None
-        session.is_next_lost = True
-        self._returns.report(session, session.last_done, hop_lost(session, text))
 
     def _on_attach(self, link: Link, attach: Attach) -> None:
         session = self._sessions.get(attach.session_id)
@@ -283,12 +234,30 @@ class NodeServer:
             self._returns.refuse(link, attach.session_id, attach.epoch, unknown)
             return
         key = session.entry.route_key
-        if not wire.is_proof(attach.proof, key, b"attach", attach.session_id, attach.epoch):
+        if not wire.is_proof(attach.proof, key, ATTACH, attach.session_id, attach.epoch):
             foreign = SecurityError(ErrorCode.NOT_ALLOWED, "the session belongs to another key")
             self._returns.refuse(link, attach.session_id, attach.epoch, foreign)
         elif attach.epoch == session.epoch and link not in session.bound:
             session.bound.append(link)
             session.last_seen = self._clock()
+
+    def _on_inquire(self, link: Link, asked: Inquire) -> None:
+        """Say how far a session is, to its gateway; to others as if it were not here."""
+        session = self._sessions.get(asked.session_id)
+        if session is None or link.peer_id != session.entry.gateway_id:
+            standing = Standing(asked.session_id, 0, 0, 0, 0)
+        else:
+            rows, busy_s = self._scheduler.busy
+            standing = Standing(
+                session.session_id,
+                session.epoch,
+                session.entry.hop,
+                session.last_done,
+                session.next_step,
+                int(busy_s * 1000),
+                rows,
+            )
+        self._outbox.put(link, standing)
 
     # Ending ---------------------------------------------------------------------------------------------------
 
@@ -303,16 +272,33 @@ class NodeServer:
         ):  # an older one is of a route that was left: what is shared goes on
             self.stats.sessions_cancelled += 1
             self._sessions.remember(cancel)
-            self._free(session, cancel)
+            if ends_session(cancel, session.entry.route_key):
+                self._tell_next(session, cancel)
+            self._free(session)
 
-    def _free(self, session: Session, cancel: Cancel | None = None, *, tell_next: bool = True) -> None:
-        """End a session at once; its keys and values go when the job that uses them has ended."""
+    def _end_slice(self, held: HeldSlice) -> None:
+        """A slice was taken away: its sessions go on elsewhere."""
+        for session in self._sessions:
+            if session.held is held:
+                gone = WorkError(ErrorCode.NO_SLICE, "the slice is not held here any more")
+                self._returns.report(session, session.last_done, gone)
+                self._free(session)
+
+    def _tell_next(self, session: Session, cancel: Cancel) -> None:
+        if session.next_link is not None:
+            self._outbox.put(session.next_link, cancel)
+
+    def _free(self, session: Session) -> None:
+        """End a session here at once; its keys and values go when the job that uses them has ended.
+
+        Those after it keep theirs: a later route may go through them.
+        """
         session.is_freed = True
         self._sessions.remove(session)
+        self._slices.detach(session.held)
         self.stats.num_sessions -= 1
         self._steps.drop(session)
-        if tell_next and session.next_link is not None:
-            self._outbox.put(session.next_link, cancel or _own_cancel(session))
+        session.history.close()
         logger.debug("session %s hop %d: freed", session.name, session.entry.hop)
         self._steps.free_state(session)
 
@@ -328,5 +314,5 @@ class NodeServer:
 
 
 def _own_cancel(session: Session) -> Cancel:
-    proof = wire.proof(session.entry.route_key, b"cancel", session.session_id, session.epoch)
+    proof = wire.proof(session.entry.route_key, CANCEL, session.session_id, session.epoch)
     return Cancel(session.session_id, session.epoch, proof)

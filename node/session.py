@@ -1,4 +1,4 @@
-"""One chain's place on this node: which step comes next, the keys and values, the neighbours, the kept outputs.
+"""One chain's place on this node: which step comes next, the keys and values, the neighbours, what was sent on.
 
 The rules of admission are here, without I/O: a step runs, repeats a kept output, is dropped, or is refused with a
 typed error. Knows nothing of torch, threads or how messages travel.
@@ -6,7 +6,6 @@ typed error. Knows nothing of torch, threads or how messages travel.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import (
     WIDTHS,
-    Answer,
     HopEntry,
     NodeId,
     SessionId,
@@ -25,33 +23,31 @@ from routing.types import (
 )
 
 if TYPE_CHECKING:
+    from node.held_slice import HeldSlice
+    from node.history import History, Output
     from node.step_job import ComputeState, StepJob
     from routing.link import Link
-
-Output = Step | Answer | None  # what a step became here; None where nothing is wanted of the last hop
-
-KEPT_STEPS = 4  # W of DESIGN decision 7
-KEPT_BYTES = 8 << 20  # of those, per session: decode rows are tiny beside it, a very long prefill is let go
 
 
 class Admission(Enum):
     """What to do with a step that breaks no rule."""
 
     RUN = auto()
-    REPEAT = auto()  # its output is kept: send that again
+    REPEAT = auto()  # its output is held: send that again
     DROP = auto()  # of an older route, or already on its way
 
 
 class Attempt:
-    """The steps that may still be computed in sequence; over once one failed, the route changed or the session ended.
+    """The steps that may still be computed in sequence; over once one failed or was undone, or the session ended.
 
     `is_over` is the only thing that loop and compute thread share about it; it is looked at between layers.
     """
 
-    __slots__ = ("is_over",)
+    __slots__ = ("is_over", "is_undone")
 
     def __init__(self) -> None:
         self.is_over = False
+        self.is_undone = False  # nobody waits for its steps any more, not even for their failures
 
 
 @dataclass(slots=True)
@@ -72,34 +68,6 @@ class Pending:
         self.size_bytes -= size_bytes
 
 
-class KeptOutputs:
-    """The outputs of the last steps, for repeats: at most `KEPT_STEPS`, and `max_bytes` together."""
-
-    def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.size_bytes = 0
-        self._outputs: OrderedDict[int, tuple[int, int, Output]] = (
-            OrderedDict()
-        )  # step: position, rows, output
-
-    def holds(self, step: Step) -> bool:
-        """Whether this step repeats one whose output is kept."""
-        kept = self._outputs.get(step.step)
-        return kept is not None and kept[:2] == (step.position, step.rows)
-
-    def output_of(self, step: Step) -> Output:
-        """The kept output; None for a step that had none (the last hop, and nothing wanted)."""
-        return self._outputs[step.step][2]
-
-    def put(self, step: Step, output: Output) -> None:
-        """Keep one more, and let the oldest go."""
-        self._outputs[step.step] = (step.position, step.rows, output)
-        self.size_bytes += _size(output)
-        while len(self._outputs) > KEPT_STEPS or self.size_bytes > self.max_bytes:
-            _, (_, _, oldest) = self._outputs.popitem(last=False)
-            self.size_bytes -= _size(oldest)
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Session:
     """A session on this node. Owned by the event loop; only `state` is the compute thread's."""
@@ -107,15 +75,19 @@ class Session:
     session_id: SessionId
     epoch: int
     entry: HopEntry = field(repr=False)
+    held: HeldSlice = field(repr=False)  # which computes it
     state: ComputeState = field(repr=False)
+    history: History = field(repr=False)
     peer_id: NodeId  # who opened it, for the cap per peer
     bound: list[Link] = field(repr=False)  # links that steps may come from, the newest last
     last_seen: float
     next_link: Link | None = field(default=None, repr=False)
     is_next_lost: bool = False
+    onward_from: int | None = None  # the next hop takes steps from this number on; None: it did not say yet
+    is_fresh: bool = True  # since the present route was opened: what the next hop lacks is all in `waiting`
     waiting: list[StepJob] = field(
         default_factory=list, repr=False
-    )  # computed before the next hop was reached
+    )  # computed before the next hop took steps
     attempt: Attempt = field(default_factory=Attempt, repr=False)
     next_step: int = 1
     last_done: int = 0  # the last step whose output is known
@@ -123,7 +95,6 @@ class Session:
     is_freed: bool = False
     num_in_flight: int = 0  # jobs submitted and not finished
     pending: Pending = field(default_factory=Pending, repr=False)
-    kept: KeptOutputs = field(default_factory=KeptOutputs, repr=False)
     orphan_since: float | None = None
 
     @property
@@ -142,10 +113,11 @@ class Session:
             return Admission.DROP
         if step.epoch > self.epoch:
             raise WorkError(ErrorCode.STEP, f"epoch {step.epoch} before its route was opened")
-        if step.step == self.next_step:
+        is_later = step.step > self.next_step and StepFlag.REPLAY in step.flags
+        if step.step == self.next_step or is_later:
             self._check_step(step, hidden_size, max_rows)
             return Admission.RUN
-        if self.kept.holds(step):
+        if self.history.holds(step):
             return Admission.REPEAT
         if self.last_done < step.step < self.next_step:
             return Admission.DROP  # a repeat that came before the first copy was computed
@@ -157,10 +129,10 @@ class Session:
         self.position = step.position + step.rows
         self.num_in_flight += 1
 
-    def note_done(self, step: Step, output: Output) -> None:
-        """A step was computed: keep its output for repeats."""
+    def note_done(self, step: Step, output: Output, wire: WireDtype) -> None:
+        """A step was computed: keep its output, whose rows are of this element type."""
         self.last_done = step.step
-        self.kept.put(step, output)
+        self.history.add(step, output, wire)
 
     def roll_back(self, step: Step) -> None:
         """A step failed before it changed anything: it may come again, and those behind it too."""
@@ -169,18 +141,23 @@ class Session:
         self.next_step = step.step
         self.position = step.position
 
-    def reroute(self, epoch: int, entry: HopEntry, link: Link) -> None:
-        """Take a new route: other neighbours, the first step next, the same keys and values."""
-        self.attempt.is_over = True
+    def undo_from(self, number: int) -> None:
+        """Forget the steps from this number on: they will come again. What runs of them is for nobody."""
+        self.attempt.is_over = self.attempt.is_undone = True
         self.attempt = Attempt()
+        self.position = self.history.roll_back(number)
+        self.next_step = number
+        self.last_done = self.history.last_number
+
+    def reroute(self, epoch: int, entry: HopEntry, link: Link) -> None:
+        """Take a new route: other neighbours; steps go on where they are, those that are under way included."""
         self.epoch = epoch
         self.entry = entry
         self.bound = [link]
         self.next_link = None
         self.is_next_lost = False
-        self.next_step = 1
-        self.last_done = 0
-        self.kept = KeptOutputs()
+        self.onward_from = None
+        self.is_fresh = False
         self.orphan_since = None
 
     def keeps_state_for(self, entry: HopEntry) -> bool:
@@ -210,11 +187,8 @@ class Session:
 
 
 def _work(entry: HopEntry) -> tuple[object, ...]:
-    return entry.start, entry.end, entry.run_opening, entry.run_closing
-
-
-def _size(output: Output) -> int:
-    return 0 if output is None else len(output.payload)
+    is_last = entry.next_hop is None
+    return entry.start, entry.end, entry.run_opening, entry.run_closing, is_last, entry.sampling
 
 
 def _is_ascending(rows: tuple[int, ...], num_rows: int) -> bool:

@@ -6,11 +6,12 @@ Knows nothing of links' traffic, threads or memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from node.session import Session
 from routing import wire
 from routing.errors import ErrorCode, WorkError
+from routing.sealing import CANCEL, LEAVE
 from routing.types import Cancel, NodeId, SessionId
 
 MAX_REMEMBERED_CANCELS = 1024  # a cancel may overtake its open; both are on their way for seconds at most
@@ -18,11 +19,20 @@ BUSY_RETRY_MS = 1000  # about the length of a short answer
 
 
 class SessionTable:
-    """Sessions by id. Iterating is safe while sessions are removed."""
+    """Sessions by id. Iterating is safe while sessions are removed.
 
-    def __init__(self, max_sessions: int, max_per_peer: int) -> None:
+    `limit_of` may allow a peer less than the others: a guest has a quota.
+    """
+
+    def __init__(
+        self,
+        max_sessions: int,
+        max_per_peer: int,
+        limit_of: Callable[[NodeId], int | None] = lambda _: None,
+    ) -> None:
         self._max_sessions = max_sessions
         self._max_per_peer = max_per_peer
+        self._limit_of = limit_of
         self._sessions: dict[SessionId, Session] = {}
         self._cancels: deque[Cancel] = deque(maxlen=MAX_REMEMBERED_CANCELS)
 
@@ -51,7 +61,8 @@ class SessionTable:
                 ErrorCode.BUSY, f"{len(self._sessions)} sessions are open", retry_ms=BUSY_RETRY_MS
             )
         num_of_peer = sum(session.peer_id == peer_id for session in self._sessions.values())
-        if num_of_peer >= self._max_per_peer:
+        limit = self._limit_of(peer_id)
+        if num_of_peer >= (self._max_per_peer if limit is None else min(limit, self._max_per_peer)):
             raise WorkError(
                 ErrorCode.BUSY, f"{num_of_peer} sessions of this peer are open", retry_ms=BUSY_RETRY_MS
             )
@@ -70,4 +81,11 @@ class SessionTable:
 
 def is_proven(cancel: Cancel, route_key: bytes) -> bool:
     """Whether whoever made the cancel held the route's key."""
-    return wire.is_proof(cancel.proof, route_key, b"cancel", cancel.session_id, cancel.epoch)
+    return ends_session(cancel, route_key) or wire.is_proof(
+        cancel.proof, route_key, LEAVE, cancel.session_id, cancel.epoch
+    )
+
+
+def ends_session(cancel: Cancel, route_key: bytes) -> bool:
+    """Whether the cancel is for every node down the chain; else only for one that a later route does without."""
+    return wire.is_proof(cancel.proof, route_key, CANCEL, cancel.session_id, cancel.epoch)

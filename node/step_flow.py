@@ -1,6 +1,7 @@
 """A step's way through this node: admitted, queued, computed, sent on, or failed; and what that holds meanwhile.
 
-On the event loop. Knows nothing of how sessions open and end (see `server`).
+After a re-route it sends again what the next hop lacks. On the event loop. Knows nothing of how sessions open and
+end (see `openings` and `server`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from node.budget import MemoryBudget
-from node.held_slice import HeldSlice
-from node.outbox import Outbox
+from node.history import DoneStep
+from node.outbox import Gone, Outbox
 from node.return_path import ReturnPath
 from node.scheduler import Scheduler
 from node.session import Admission, Session
+from node.slice_table import SliceTable
 from node.stats import NodeStats
-from node.step_job import StepJob
+from node.step_job import StepJob, in_wire
 from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
 from routing.link import Link
-from routing.types import Answer, Step, StepFlag
+from routing.types import Answer, Step, StepFlag, WireDtype
 
 # Steps accepted and not yet sent on. A replay comes in one burst: at most one step for each position of the session,
 # 8192 rows of 4096 float32 numbers are 128 MiB. All sessions together: transport.md 5.6, "global".
@@ -28,6 +31,7 @@ SPARE_STEPS = 64  # beyond the positions: repeats and roll-backs on their way
 MAX_PENDING_BYTES = 256 << 20
 MAX_PENDING_IN_ALL = 1 << 30
 BUSY_RETRY_MS = 1000  # about the length of a short answer, after which memory comes back
+SomeOutput = TypeVar("SomeOutput", Step, Answer)
 
 
 class StepFlow:
@@ -35,7 +39,7 @@ class StepFlow:
 
     def __init__(
         self,
-        held: HeldSlice,
+        slices: SliceTable,
         max_rows: int,
         *,
         scheduler: Scheduler[StepJob],
@@ -45,7 +49,7 @@ class StepFlow:
         stats: NodeStats,
         on_broken: Callable[[Session], None],
     ) -> None:
-        self._held = held
+        self._slices = slices
         self._max_rows = max_rows
         self._scheduler = scheduler
         self._budget = budget
@@ -58,7 +62,7 @@ class StepFlow:
     def take(self, session: Session, link: Link, step: Step) -> None:
         """Judge a step and start, repeat or drop it. Raises WorkError or ProtocolError, changing nothing."""
         arrived = time.perf_counter()
-        runner = self._held.runner
+        runner = session.held.runner
         admission = session.admit(step, hidden_size=runner.hidden_size, max_rows=self._max_rows)
         if admission is Admission.DROP:
             return
@@ -69,7 +73,7 @@ class StepFlow:
         if admission is Admission.REPEAT:
             self._stats.steps_repeated += 1
             self._hold(job)
-            job.output = session.kept.output_of(step)
+            job.output = session.history.output_of(step)
             self._send_output(job)
         else:
             self._reserve(session, step)
@@ -77,19 +81,51 @@ class StepFlow:
             self._hold(job)
             self._scheduler.submit(session, job)
 
-    def next_hop_up(self, session: Session) -> None:
-        """The session's next link is there: send what waited for it."""
+    def next_hop_takes(self, session: Session, number: int) -> None:
+        """The next hop takes steps from this number on: send what it lacks.
+
+        A session that held something before this route sends from its history. Where that begins too late, it undoes
+        the steps that the next hop lacks, so that they come again.
+        """
+        session.onward_from = number
         waiting, session.waiting = session.waiting, []
+        if session.is_fresh:
+            for job in waiting:
+                self._send_output(job)
+            return
         for job in waiting:
-            self._send_output(job)
+            self._release(job)
+        if not session.history.holds_from(number):
+            self.undo_from(session, number)
+        for done in session.history.steps_from(number):
+            self._send_again(session, done)
+
+    def answers_from_here(self, session: Session) -> None:
+        """Last hop, re-routed: send the answers that the gateway lacks; undo the steps whose answers are gone."""
+        answered = session.entry.answered
+        if (due := session.history.first_due(answered)) is not None:
+            self.undo_from(session, due)
+        for done in session.history.steps_from(answered + 1):
+            self._send_again(session, done)
+
+    def undo_from(self, session: Session, number: int) -> None:
+        """Take the steps from this number on back: they come again."""
+        self._stats.steps_undone += len(session.history.steps_from(number))
+        self.drop(session)
+        session.undo_from(number)
 
     def drop(self, session: Session) -> list[StepJob]:
         """Take a session's steps out of the queues; returns those that were not started."""
-        session.attempt.is_over = True
         waiting, session.waiting = session.waiting, []
+        for job in waiting:
+            self._release(job)
+        return self._drop_queued(session)
+
+    def _drop_queued(self, session: Session) -> list[StepJob]:
+        session.attempt.is_over = True
         queued = self._scheduler.discard(session)
         session.num_in_flight -= len(queued)
-        for job in [*waiting, *queued]:
+        for job in queued:
             self._release(job)
         return queued
 
@@ -110,21 +146,21 @@ class StepFlow:
 
     def _reserve(self, session: Session, step: Step) -> None:
         end = step.position + step.rows
-        if not self._budget.reserve(session, self._held.cache_bytes(session.entry, end)):
+        if not self._budget.reserve(session, session.held.cache_bytes(session.entry, end)):
             raise WorkError(ErrorCode.BUSY, f"no memory for {end} positions", retry_ms=BUSY_RETRY_MS)
 
     def _finish(self, job: StepJob) -> None:
         session = job.session
         session.num_in_flight -= 1
-        if session.is_freed or job.step.epoch != session.epoch:
+        self._count(job)
+        if session.is_freed or job.attempt.is_undone:
             self._release(job)  # nobody waits for it any more
             if session.is_freed:
                 self.free_state(session)
         elif job.error is not None:
             self._fail(job, job.error)
         else:
-            self._count(job)
-            session.note_done(job.step, job.output)
+            session.note_done(job.step, job.output, job.entry.wire_out)
             self._send_output(job)
 
     def _fail(self, job: StepJob, error: RemoteError) -> None:
@@ -134,7 +170,7 @@ class StepFlow:
         if error.code is ErrorCode.COMPUTE:
             self._on_broken(session)
         elif job.attempt is session.attempt:
-            for later in self.drop(session):
+            for later in self._drop_queued(session):
                 self._returns.report(
                     session, later.step.step, WorkError(ErrorCode.STEP, "an earlier step failed")
                 )
@@ -145,14 +181,37 @@ class StepFlow:
         if output is None:
             self._release(job)
         elif isinstance(output, Answer):
-            self._returns.send(session, output, partial(self._release, job))
-        elif session.next_link is None:
+            self._send_answer(session, output, partial(self._release, job))
+        elif session.next_link is None or session.onward_from is None:
             session.waiting.append(job)
+        elif output.step < session.onward_from:
+            self._release(job)  # computed for our own keys and values: the next hop has it
         else:
             onward = replace(output, deadline_ms=job.left_ms) if job.step.deadline_ms else output
-            error = self._outbox.put(session.next_link, onward, partial(self._release, job))
-            if isinstance(error, ProtocolError):  # too big for the next hop; a lost link is told by itself
-                self._returns.report(session, job.step.step, error)
+            self._send_onward(session, onward, job.entry.wire_out, partial(self._release, job))
+
+    def _send_answer(self, session: Session, answer: Answer, gone: Gone | None = None) -> None:
+        if answer.step > session.entry.answered:
+            self._returns.send(session, _of_epoch(answer, session), gone)
+        elif gone is not None:
+            gone()  # the gateway has it
+
+    def _send_again(self, session: Session, done: DoneStep) -> None:
+        self._stats.steps_repeated += 1
+        if isinstance(done.output, Answer):
+            self._send_answer(session, done.output)
+        elif done.output is not None:
+            again = replace(done.output, flags=done.output.flags | StepFlag.REPLAY, deadline_ms=0)
+            self._send_onward(session, again, done.wire)
+
+    def _send_onward(self, session: Session, step: Step, wire: WireDtype, gone: Gone | None = None) -> None:
+        """Send a step to the next hop, on the present route and in its element type."""
+        assert session.next_link is not None
+        if wire is not session.entry.wire_out:
+            step = replace(step, payload=in_wire(step.payload, wire, session.entry.wire_out))
+        error = self._outbox.put(session.next_link, _of_epoch(step, session), gone)
+        if isinstance(error, ProtocolError):  # too big for the next hop; a lost link is told by itself
+            self._returns.report(session, step.step, error)
 
     def _hold(self, job: StepJob) -> None:
         job.session.pending.add(job.size_bytes)
@@ -170,11 +229,20 @@ class StepFlow:
         return int(link.last_open_us + onward.last_seal_us)
 
     def _count(self, job: StepJob) -> None:
+        """What was computed, whether somebody waits for it or not."""
+        if job.error is not None or not job.compute_s:
+            return
         stats = self._stats
         stats.steps_run += 1
         stats.rows_run += job.rows
         stats.queue_s += job.queue_s
         stats.compute_s += job.compute_s
+        self._slices.note_compute(job.session.held, job.entry, job.rows, job.compute_s)
+
+
+def _of_epoch(output: SomeOutput, session: Session) -> SomeOutput:
+    """An output of an older route, marked for the present one."""
+    return output if output.epoch == session.epoch else replace(output, epoch=session.epoch)
 
 
 def hop_lost(session: Session, text: str) -> WorkError:

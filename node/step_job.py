@@ -288,6 +288,12 @@ def decode_payload(step: Step, entry: HopEntry, runner: Runner) -> torch.Tensor:
     return ids
 
 
+def in_wire(payload: Buffer, wire: WireDtype, wanted: WireDtype) -> Buffer:
+    """The same rows in another element type, rounded where that is narrower."""
+    numbers = from_buffer(payload, TORCH_DTYPES[wire], 1, dtype=TORCH_DTYPES[wanted])
+    return to_buffer(numbers, TORCH_DTYPES[wanted])
+
+
 def pack_candidates(token_ids: torch.Tensor, logits: torch.Tensor) -> bytes:
     """Bytes of [n] ids and [n] logits as n x (u32 id, f32 logit)."""
     packed = np.empty(len(token_ids), CANDIDATE)

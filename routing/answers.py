@@ -5,7 +5,6 @@ Nodes are not trusted: sizes, kinds, positions and times are checked against wha
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from routing.errors import ErrorCode, ProtocolError
@@ -53,7 +52,7 @@ class ChainTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentStep:
-    """One sending of a recorded step, on one route. `echo`: for a replay that waits for a sign of it."""
+    """One sending of a recorded step, on one route."""
 
     recorded: RecordedStep
     wanted: tuple[int, ...]  # row numbers
@@ -62,7 +61,7 @@ class SentStep:
     hidden_size: int
     num_hops: int
     sent_at: float
-    echo: asyncio.Future[None] | None = None
+    is_repeat: bool = False  # nodes of an older route may have computed it, and their times come with it
 
 
 def check_answer(answer: Answer, sent: SentStep) -> None:

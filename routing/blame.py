@@ -50,6 +50,14 @@ class Trouble:
     node_id: NodeId | None = None
     before: NodeId | None = None
     is_node_up: bool = False  # another link to the node works: only this one was lost
+    is_told_by_itself: bool = False  # the node says so of itself
+
+    @property
+    def concerns_others(self) -> bool:
+        """Whether other sessions should do without the node for a moment: by what we saw, or it says of itself."""
+        is_full = self.is_told_by_itself and self.error.code in (ErrorCode.BUSY, ErrorCode.NO_SLICE)
+        is_gone = self.is_seen and not self.is_node_up and self.error.code not in _NEVER_AGAIN
+        return is_full or is_gone
 
     @property
     def is_mendable(self) -> bool:

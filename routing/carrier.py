@@ -1,4 +1,4 @@
-"""A websocket with the mux over it and the counts of what passes: what a handshake hands on to its link.
+"""A websocket (or a circuit) with the mux over it and the counts of what passes: what a handshake hands on to its link.
 
 Knows nothing of sessions: bytes of frames only.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from routing.counters import LinkCounters
 from routing.mux import Event, Mux, frame_name
-from routing.transport import WebSocket
+from routing.transport import FrameSocket
 from routing.types import Buffer
 
 BURST = 4  # frames written before the loop gets a turn: 256 KiB, transport.md 3.4
@@ -19,7 +19,7 @@ BURST = 4  # frames written before the loop gets a turn: 256 KiB, transport.md 3
 class Carrier:
     """Writes the mux's frames and counts both directions."""
 
-    websocket: WebSocket
+    websocket: FrameSocket
     mux: Mux
     counters: LinkCounters = field(default_factory=LinkCounters)
 

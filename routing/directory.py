@@ -1,32 +1,36 @@
-"""Who serves what, as far as this gateway knows now.
+"""Who serves what, as far as this process knows now.
 
-`StaticDirectory` keeps a link to every node on a list and asks each what it serves. Gossip will fill the same
-interface later. Knows nothing of planning or sessions.
+`LiveDirectory` follows a fixed list of nodes and those that gossip names, keeps a described link to each, and offers
+the rest as strangers' claims. Knows nothing of planning or sessions, nor of how gossip travels.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-import time
-from collections.abc import Iterable
-from itertools import cycle
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
+from routing.background import Background
 from routing.endpoint import Endpoint
-from routing.errors import ErrorCode, LinkError, RemoteError
+from routing.follower import Follower, name_of
 from routing.link import Link, log_receiver_failure
-from routing.types import Describe, Description, NodeAddress, NodeId, NodeRecord, SliceOffer
+from routing.node_records import announced_record, chosen_to_follow, described_record, slices_of
+from routing.types import Description, Message, NodeAddress, NodeId, NodeRecord
+
+if TYPE_CHECKING:
+    from routing.announcement import Announcement
+    from routing.errors import RemoteError
 
 logger = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S = 5.0
-REFRESH_S = 15.0  # how old a node's load may be; the planner spreads by it
-FIRST_REDIAL_S = 0.25  # a node that was restarted is back within the second (transport.md, section 4)
-LAST_REDIAL_S = 5.0  # a list is short and its nodes are wanted: no longer pause
-SEAL_KEY_SIZE = 32
-MAX_OFFERS = 16  # per node; one holds a slice of a few models. It bounds what a plan looks at
+MAX_FOLLOWED = 128  # nodes of gossip with a link of ours; more are offered unverified
+MAX_DIALS = 16  # at once
+RETIRE_AFTER_S = 30.0  # an answer under way on a relayed link is usually over by then
+RETIRE_LOOK_S = 1.0
+SETTLE_S = 0.05  # gossip comes in bursts; one look at the end of each is enough
 
 
 class Directory(Protocol):
@@ -45,153 +49,300 @@ class Directory(Protocol):
         """Wait until every known node was tried once, or the time is over."""
 
 
-class StaticDirectory:
-    """A directory over a fixed list of `id@host:port`, each dialled again whenever its link is lost.
+class Members(Protocol):
+    """Whoever knows the members of the swarm (see `neighbourhood`)."""
 
-    A node that is listed with several addresses is tried at one after the other.
+    @property
+    def announcements(self) -> Mapping[NodeId, Announcement]: ...
+
+    @property
+    def suspected(self) -> frozenset[NodeId]: ...
+
+    def note_failed(self, node_id: NodeId) -> None: ...
+
+    def note_alive(self, node_id: NodeId) -> None: ...
+
+
+class LiveDirectory:
+    """A directory over a fixed list of `id@host:port`, and over the members of a swarm once it is connected to them.
+
+    A node with several addresses is tried at one after the other, directly before through a sentinel.
     """
 
-    def __init__(self, endpoint: Endpoint, addresses: Iterable[NodeAddress]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        addresses: Iterable[NodeAddress] = (),
+        *,
+        interests: frozenset[bytes] | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._addresses = tuple(dict.fromkeys(addresses))
-        self._nodes = {address.node_id: _Node() for address in self._addresses}
+        self._interests = interests
+        self._members: Members | None = None
+        self._news = asyncio.Event()
+        self._looked = asyncio.Event()  # at the latest news
+        self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self._background = Background()
+        self._records: tuple[NodeRecord, ...] | None = None
+        self._followers: dict[NodeId, Follower] = {}
+        self._sequences: dict[NodeId, int] = {}
+        self.dialling = asyncio.Semaphore(MAX_DIALS)
+        self.in_use: Callable[[Link], bool] | None = None
+        self.on_change: list[Callable[[], None]] = []
         self.last_errors: dict[NodeAddress, str] = {}
+        for address in self._addresses:
+            self._followers.setdefault(address.node_id, Follower(address.node_id, endpoint, self))
+        self._static = frozenset(self._followers)
+
+    def connect(self, members: Members) -> None:
+        """Look at gossip too, from now on."""
+        self._members = members
+        self.refresh()
 
     async def run(self) -> None:
-        """Keep a described link to every node until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for node_id, node in self._nodes.items():
-                addresses = [address for address in self._addresses if address.node_id == node_id]
-                tasks.create_task(self._keep(node, addresses))
+        """Keep a described link to every node that is wanted, until cancelled."""
+        try:
+            while True:
+                self._news.clear()
+                self._follow_wanted()
+                self._looked.set()
+                await self._news.wait()
+                await asyncio.sleep(SETTLE_S)
+        finally:
+            await self._stop_all()
 
-    def records(self) -> tuple[NodeRecord, ...]:
-        return tuple(node.record for node in self._nodes.values() if node.record is not None)
+    def refresh(self) -> None:
+        """Members, or what is suspected of them, have changed."""
+        self._changed()
+        self._looked.clear()
+        self._news.set()
+
+    @property
+    def interests(self) -> frozenset[bytes] | None:
+        """Digests of the models whose nodes are followed; None: all of them."""
+        return self._interests
+
+    @interests.setter
+    def interests(self, digests: frozenset[bytes] | None) -> None:
+        if digests != self._interests:
+            self._interests = digests
+            self.refresh()
 
     @property
     def addresses(self) -> tuple[NodeAddress, ...]:
         """The list this directory was given, each address once."""
         return self._addresses
 
+    def records(self) -> tuple[NodeRecord, ...]:
+        """Nodes with a described link, and announced ones that nobody has tried yet (`is_verified` False)."""
+        if self._records is None:
+            self._records = (*self._verified(), *self._claimed())
+        return self._records
+
+    def announced(self) -> tuple[Announcement, ...]:
+        """Every member that lives, as far as we know; without ourselves."""
+        suspected = self._suspected
+        return tuple(it for node_id, it in self._announcements.items() if node_id not in suspected)
+
+    def announcement(self, node_id: NodeId) -> Announcement | None:
+        """What a node said of itself last, suspected or not."""
+        return self._announcements.get(node_id)
+
+    def is_suspected(self, node_id: NodeId) -> bool:
+        """Whether the node is believed gone."""
+        return node_id in self._suspected
+
+    def addresses_of(self, node_id: NodeId) -> tuple[NodeAddress, ...]:
+        """Every way to a node: ours first, then the announced ones, direct before relayed."""
+        told = self._announcements.get(node_id)
+        announced = [contact.address for contact in told.contacts] if told is not None else []
+        listed = [address for address in self._addresses if address.node_id == node_id]
+        ways = dict.fromkeys([*listed, *announced])
+        return tuple(sorted(ways, key=lambda way: way.is_relayed))
+
     def note_description(self, link: Link, description: Description) -> None:
-        """Take what we asked for; a node that tells by itself is not listened to."""
-        node = self._nodes.get(link.peer_id)
-        if node is None or node.asked is not link or node.address is None:
-            return
-        node.asked = None
-        node.record = _record(node.address, link, description)
-        node.described.set()
+        """Take what we asked for."""
+        if follower := self._followers.get(link.peer_id):
+            follower.take(link, description)
 
     def note_loss(self, node_id: NodeId) -> None:
         """Forget what the node serves, and ask it again at once if its link is up: it may have been a false alarm."""
-        if node := self._nodes.get(node_id):
-            node.record = None
-            node.is_doubted.set()
+        if follower := self._followers.get(node_id):
+            follower.doubt()
+        elif self._members is not None and not self._endpoint.links_to(node_id):
+            self._members.note_failed(node_id)
 
     async def first_look(self, timeout_s: float) -> None:
-        waits = [asyncio.ensure_future(node.tried.wait()) for node in self._nodes.values()]
-        if not waits:
+        """Wait until every node that is followed was tried once, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._looked.wait()
+                while waiting := [it for it in self._followers.values() if not it.tried.is_set()]:
+                    await waiting[0].tried.wait()
+
+    # --- a link's receiver, for descriptions
+
+    def on_message(self, link: Link, message: Message) -> None:
+        if isinstance(message, Description):
+            self.note_description(link, message)
+
+    def on_link_up(self, link: Link) -> None:
+        """A follower that waits to dial again can use it."""
+        follower = self._followers.get(link.peer_id)
+        if follower is not None and follower.link is None:
+            follower.wake()
+
+    def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
+        """A follower sees its link close by itself."""
+
+    # --- what followers ask and tell (follower.FollowerHost)
+
+    def ways_to(self, node_id: NodeId) -> tuple[NodeAddress, ...]:
+        return self.addresses_of(node_id)
+
+    def on_described(self, follower: Follower) -> None:
+        if self._members is not None:
+            self._members.note_alive(follower.node_id)
+        self._changed()
+
+    def on_lost(self, follower: Follower) -> None:
+        self._changed()
+
+    def on_unreachable(self, follower: Follower) -> None:
+        if self._members is not None and not self._endpoint.links_to(follower.node_id):
+            self._members.note_failed(follower.node_id)
+
+    def note_error(self, address: NodeAddress, error: str | None) -> None:
+        if error is None:
+            self.last_errors.pop(address, None)
             return
-        try:
-            await asyncio.wait(waits, timeout=timeout_s)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        if self.last_errors.get(address) != error:
+            level = logging.WARNING if address.node_id in self._static else logging.INFO
+            logger.log(level, "node %s: %s", name_of(address), error)
+        self.last_errors[address] = error
 
-    async def _keep(self, node: _Node, addresses: list[NodeAddress]) -> None:
-        pause = FIRST_REDIAL_S
-        for address in cycle(addresses):
-            began = time.monotonic()
+    def retire(self, link: Link) -> None:
+        """Close a relayed link when nothing uses it any more: there is a direct one."""
+        self._background.spawn(self._retire(link), "the end of a relayed link")
+
+    async def _retire(self, link: Link) -> None:
+        pause_s = RETIRE_AFTER_S if self.in_use is None else RETIRE_LOOK_S
+        while not link.is_closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await link.wait_closed()
+            if self.in_use is None or not self.in_use(link):
+                break
+        await link.close()
+
+    # --- whom to follow
+
+    def _follow_wanted(self) -> None:
+        wanted = self._static | self._chosen()
+        for node_id in tuple(self._tasks):
+            if node_id not in wanted:
+                self._unfollow(node_id)
+        for node_id in wanted:
+            follower = self._followers.get(node_id)
+            if follower is None:
+                follower = self._followers[node_id] = Follower(node_id, self._endpoint, self)
+            if node_id not in self._tasks:
+                self._tasks[node_id] = asyncio.create_task(follower.run())
+            elif self._has_news_of(node_id):
+                follower.wake()
+            elif self._serves_other_layers(node_id):
+                follower.refresh()
+        self._sequences = {node_id: it.sequence for node_id, it in self._announcements.items()}
+
+    def _has_news_of(self, node_id: NodeId) -> bool:
+        """Whether a node without a direct link announced itself anew: it may have come back, or moved."""
+        link = self._followers[node_id].link
+        return self._is_newer(node_id) and (link is None or link.is_relayed)
+
+    def _serves_other_layers(self, node_id: NodeId) -> bool:
+        """Whether a node announced other slices than it described itself with."""
+        told, described = self._announcements.get(node_id), self._followers[node_id].description
+        if told is None or described is None or not self._is_newer(node_id):
+            return False
+        return slices_of(told.offers) != slices_of(described.slices)
+
+    def _is_newer(self, node_id: NodeId) -> bool:
+        told = self._announcements.get(node_id)
+        return told is not None and told.sequence > self._sequences.get(node_id, -1)
+
+    def _chosen(self) -> frozenset[NodeId]:
+        """Which announced nodes to follow: those followed already, then such as hold layers that few others do."""
+        candidates = {node_id: it for node_id, it in self._announcements.items() if self._is_wanted(it)}
+        suspected = self._suspected
+        if len(candidates) <= MAX_FOLLOWED:
+            return frozenset(candidates)
+        well = [node_id for node_id in candidates if node_id not in suspected]
+        kept = [node_id for node_id in well if node_id in self._tasks]
+        fresh = [node_id for node_id in well if node_id not in self._tasks]
+        random.shuffle(fresh)
+        return chosen_to_follow(kept[:MAX_FOLLOWED], fresh, candidates, MAX_FOLLOWED)
+
+    def _is_wanted(self, announcement: Announcement) -> bool:
+        return any(
+            self._interests is None or it.model_digest in self._interests for it in announcement.offers
+        )
+
+    def _unfollow(self, node_id: NodeId) -> None:
+        self._tasks.pop(node_id).cancel()
+        follower = self._followers.pop(node_id)
+        for address in [address for address in self.last_errors if address.node_id == node_id]:
+            del self.last_errors[address]
+        follower.tried.set()  # whoever waits for a first look
+        self._changed()
+
+    async def _stop_all(self) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        self._tasks.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
+        for follower in self._followers.values():
+            follower.link = follower.description = None
+        self._records = None
+
+    # --- what is known
+
+    @property
+    def _announcements(self) -> Mapping[NodeId, Announcement]:
+        return {} if self._members is None else self._members.announcements
+
+    @property
+    def _suspected(self) -> frozenset[NodeId]:
+        return frozenset() if self._members is None else self._members.suspected
+
+    def _verified(self) -> Iterable[NodeRecord]:
+        for node_id, follower in self._followers.items():
+            link, description, address = follower.link, follower.description, follower.address
+            if link is None or description is None or address is None:
+                continue
+            others = tuple(way for way in self.addresses_of(node_id) if way != address)
+            record = described_record(address, others, link, description, self._announcements.get(node_id))
+            if record is not None:
+                yield record
+
+    def _claimed(self) -> Iterable[NodeRecord]:
+        suspected = self._suspected
+        for node_id, told in self._announcements.items():
+            follower = self._followers.get(node_id)
+            is_known = follower is not None and (follower.has_failed or follower.description is not None)
+            if not is_known and node_id not in suspected and told.contacts and self._is_wanted(told):
+                yield announced_record(told, self.addresses_of(node_id))
+
+    def _changed(self) -> None:
+        self._records = None
+        for tell in self.on_change:
             try:
-                await self._follow(node, address)
-            except RemoteError as error:
-                self._note_error(address, str(error))
-            except Exception as error:  # a bug, or an address that no resolver takes: the other nodes stay
-                log_receiver_failure(f"node {_name(address)}", error)
-                self._note_error(address, f"cannot be used, {type(error).__name__}")
-            finally:
-                node.record = None
-            if address == addresses[-1] or time.monotonic() - began > LAST_REDIAL_S:
-                node.tried.set()
-            if time.monotonic() - began > LAST_REDIAL_S:
-                pause = FIRST_REDIAL_S  # it was up for a while; one that goes at once is not worth four dials a second
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads redials, no secret
-            pause = min(pause * 2, LAST_REDIAL_S)
-
-    async def _follow(self, node: _Node, address: NodeAddress) -> None:
-        """Dial and describe a node, and again now and then, until its link closes. Raises RemoteError then."""
-        link = await self._endpoint.dial(address)
-        node.address = address
-        closed = asyncio.ensure_future(link.wait_closed())
-        try:
-            if not await self._describe(node, link, closed) and not closed.done():
-                await link.close()
-                raise LinkError(ErrorCode.TIMEOUT, "the node does not say what it serves")
-            while not closed.done():
-                self.last_errors.pop(address, None)
-                node.tried.set()
-                await _first_of(closed, node.is_doubted, REFRESH_S)
-                if not closed.done() and not await self._describe(node, link, closed):
-                    node.record = None  # it answers late, or not at all; its sessions still use the link
-            raise closed.result() or LinkError(ErrorCode.LINK_LOST, "the node closed the link")
-        finally:
-            closed.cancel()
-
-    async def _describe(self, node: _Node, link: Link, closed: asyncio.Future[RemoteError | None]) -> bool:
-        """Ask a node what it serves; whether it said so in time."""
-        node.is_doubted.clear()
-        node.described.clear()
-        node.asked = link
-        link.post(Describe())
-        await _first_of(closed, node.described, DESCRIBE_TIMEOUT_S)
-        return node.described.is_set()
-
-    def _note_error(self, address: NodeAddress, text: str) -> None:
-        if self.last_errors.get(address) != text:
-            logger.warning("node %s: %s", _name(address), text)
-        self.last_errors[address] = text
+                tell()
+            except Exception as error:  # a listener's bug must not stop following
+                log_receiver_failure("a change of the directory", error)
 
 
-class _Node:
-    """What is known of one node on the list."""
-
-    def __init__(self) -> None:
-        self.address: NodeAddress | None = None  # where its link leads
-        self.record: NodeRecord | None = None
-        self.asked: Link | None = None  # on which a description is due
-        self.described = asyncio.Event()
-        self.is_doubted = asyncio.Event()  # somebody found it gone
-        self.tried = asyncio.Event()
-
-
-async def _first_of(
-    future: asyncio.Future[RemoteError | None], event: asyncio.Event, timeout_s: float
-) -> None:
-    """Wait for one of both, or for the time to be over."""
-    waiting = asyncio.ensure_future(event.wait())
-    waits: set[asyncio.Future[Any]] = {future, waiting}
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-
-
-def _record(address: NodeAddress, link: Link, description: Description) -> NodeRecord | None:
-    """None for a node that cannot be used: nothing can be sealed for it."""
-    capabilities = link.capabilities
-    if len(capabilities.seal_key) != SEAL_KEY_SIZE:
-        return None
-    offers = tuple(offer for offer in description.slices if _makes_sense(offer))[:MAX_OFFERS]
-    if len(offers) < len(description.slices):
-        num_left = len(description.slices) - len(offers)
-        logger.warning("node %s: %d of its slices are not taken", _name(address), num_left)
-    return NodeRecord(
-        address, capabilities.seal_key, capabilities.dtypes, offers, description.load, link.rtt_ms
-    )
-
-
-def _makes_sense(offer: SliceOffer) -> bool:
-    return 0 <= offer.spec.start < offer.spec.end <= offer.num_layers and offer.layer_ms >= 0
-
-
-def _name(address: NodeAddress) -> str:
-    return f"{address.node_id.hex()[:8]} at {address.host}:{address.port}"
+class StaticDirectory(LiveDirectory):
+    """A directory over a fixed list alone."""

@@ -68,20 +68,27 @@ class SettingsError(LocalError):
 
 
 class NoRouteError(DiffuseError):
-    """No set of live nodes covers every layer, or an end that a thin gateway needs.
+    """No set of live nodes covers every layer, or an end that a thin gateway needs, as the request wants it.
 
-    `missing` holds the half-open global layer ranges that nobody serves, `missing_ends` "opening" or "closing".
+    `missing` holds the half-open global layer ranges that nobody serves, `missing_ends` "opening" or "closing";
+    `reason` names what the request asked for that made a route impossible, "" where layers or ends are missing.
     """
 
     def __init__(
-        self, missing: Sequence[tuple[int, int]], model: str = "", missing_ends: Sequence[str] = ()
+        self,
+        missing: Sequence[tuple[int, int]],
+        model: str = "",
+        missing_ends: Sequence[str] = (),
+        reason: str = "",
     ) -> None:
         parts = ["layers " + ", ".join(f"{start}:{end}" for start, end in missing)] if missing else []
         parts += [f"the {end} end" for end in missing_ends]
         of_model = f" of {model}" if model else ""
-        super().__init__(f"no node serves {' and '.join(parts)}{of_model}")
+        text = f"no node serves {' and '.join(parts)}{of_model}" if parts else f"there is no route{of_model}"
+        super().__init__(f"{text}: {reason}" if reason else text)
         self.missing = tuple(missing)
         self.missing_ends = tuple(missing_ends)
+        self.reason = reason
 
 
 class RemoteError(DiffuseError):

@@ -12,7 +12,7 @@ from routing.carrier import Carrier
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, SecurityError
 from routing.handshake import Handshake
 from routing.mux import Channel, HandshakeFrame, Mux
-from routing.transport import WebSocket
+from routing.transport import FrameSocket
 from routing.types import Buffer
 
 _CLOSED_ON_US = (
@@ -31,7 +31,7 @@ class Host(Protocol):
 class Greeting:
     """A handshake in progress; a `transport.FrameReceiver` until a link takes its place."""
 
-    def __init__(self, websocket: WebSocket, handshake: Handshake, host: Host, *, timeout_s: float) -> None:
+    def __init__(self, websocket: FrameSocket, handshake: Handshake, host: Host, *, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.handshake = handshake
         self.carrier = Carrier(websocket, Mux(is_dialler=handshake.is_dialler, max_channels=1))
@@ -69,8 +69,8 @@ class Greeting:
     def on_violation(self, error: ProtocolError) -> None:
         self.give_up(error)
 
-    def on_lost(self, error: LinkError) -> None:
-        if self.handshake.is_dialler:
+    def on_lost(self, error: RemoteError) -> None:
+        if self.handshake.is_dialler and isinstance(error, LinkError):
             self.give_up(SecurityError(ErrorCode.HANDSHAKE, _CLOSED_ON_US))
         else:
             self.give_up(error)

@@ -21,7 +21,7 @@ from routing.types import Capabilities, NodeId
 from routing.wire import decode_capabilities, encode_capabilities
 
 _PROTOCOL = b"diffuse/1"
-_DIRECT_PATH = b"\0"
+_PATHS = (b"\0", b"\1")  # direct, through a sentinel
 _MAX_PAYLOAD = 900
 _MISMATCH = "the handshake does not authenticate: swarm id, swarm secret, protocol version or key differ"
 
@@ -35,6 +35,7 @@ class Membership:
     keyring: StaticKeyring = field(repr=False)
     psk: bytes | None = field(default=None, repr=False)
     now: Callable[[], float] = time.time
+    accepted_psks: tuple[bytes, ...] = field(default=(), repr=False)  # of diallers, besides `psk`: a rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,22 @@ class Secured:
     capabilities: Capabilities
     sending: CipherState = field(repr=False)
     receiving: CipherState = field(repr=False)
+    peer_key: bytes = b""  # the Ed25519 key that `peer_id` comes from
 
 
 class Handshake:
     """One side of one handshake. `target` is the id that is dialled; None on the accepting side."""
 
     def __init__(
-        self, membership: Membership, capabilities: Capabilities, target: NodeId | None = None
+        self,
+        membership: Membership,
+        capabilities: Capabilities,
+        target: NodeId | None = None,
+        *,
+        is_relayed: bool = False,
     ) -> None:
         self._membership = membership
+        self._path = _PATHS[is_relayed]
         self.capabilities = capabilities
         self.is_dialler = target is not None
         self._target = target
@@ -88,16 +96,26 @@ class Handshake:
             payload = self._state.read_message(message)
         except SecurityError as error:
             raise self._explain(message) from error
-        peer_id, capabilities = self._check(payload)
+        identity_key, capabilities = self._check(payload)
+        peer_id = node_id(identity_key)
         if peer_id != self._target:
             raise _id_mismatch(peer_id)
         reply = self._state.write_message(self._payload())
-        self.secured = Secured(peer_id, capabilities, *self._state.split())
+        self.secured = Secured(peer_id, capabilities, *self._state.split(), identity_key)
         return reply
 
     def _receive_third(self, message: bytes) -> None:
-        peer_id, capabilities = self._check(self._read(message))
-        self.secured = Secured(peer_id, capabilities, *self._state.split())
+        identity_key, capabilities = self._check(self._read_with_any_secret(message))
+        self.secured = Secured(node_id(identity_key), capabilities, *self._state.split(), identity_key)
+
+    def _read_with_any_secret(self, message: bytes) -> bytes:
+        """While a swarm secret is rotated the dialler may hold the old one or the new one."""
+        for psk in self._membership.accepted_psks:
+            try:
+                return self._state.read_message(message)
+            except SecurityError:
+                self._state.replace_psk(psk)
+        return self._read(message)
 
     def _read(self, message: bytes) -> bytes:
         try:
@@ -105,7 +123,7 @@ class Handshake:
         except SecurityError as error:
             raise SecurityError(ErrorCode.HANDSHAKE, _MISMATCH) from error
 
-    def _check(self, payload: bytes) -> tuple[NodeId, Capabilities]:
+    def _check(self, payload: bytes) -> tuple[bytes, Capabilities]:
         fields = MapReader(unpack_map(payload, _MAX_PAYLOAD))
         identity_key = fields.blob("pub", KEY_SIZE)
         check_certificate(
@@ -118,7 +136,7 @@ class Handshake:
         capabilities = decode_capabilities(fields.blob("caps", None))
         if not set(capabilities.proto) & set(self.capabilities.proto):
             raise SecurityError(ErrorCode.VERSION, "the peer speaks no version of the protocol that we do")
-        return node_id(identity_key), capabilities
+        return identity_key, capabilities
 
     def _payload(self) -> bytes:
         fields = {
@@ -131,7 +149,7 @@ class Handshake:
     def _state_for(self, target: NodeId) -> HandshakeState:
         return HandshakeState(
             is_initiator=self.is_dialler,
-            prologue=_PROTOCOL + self._membership.network_id + target + _DIRECT_PATH,
+            prologue=_PROTOCOL + self._membership.network_id + target + self._path,
             static=self._static.private_key,
             psk=self._membership.psk,
             ephemeral=self._ephemeral,

@@ -18,13 +18,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from routing.carrier import Carrier
+from routing.circuit import MAX_INNER_RECORD
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
 from routing.handshake import Secured
 from routing.heartbeat import Heartbeat, HeartbeatTiming
 from routing.mux import Channel, ChannelEnd, DataFrame, PongFrame
 from routing.outbox import Outbox, Outgoing
-from routing.records import KIND_CLOSE, KIND_READY, Opener, Quota, Reassembler, Sealer
-from routing.types import Buffer, Message
+from routing.records import (
+    KIND_CLOSE,
+    KIND_READY,
+    MAX_PAYLOAD,
+    OVERHEAD,
+    Opener,
+    Quota,
+    Reassembler,
+    Sealer,
+)
+from routing.side_channels import SideChannels
+from routing.types import Buffer, Incoming, Message, NodeId, Refused, RelayOpen
 from routing.wire import decode, encode, lane
 
 logger = logging.getLogger(__name__)
@@ -60,6 +71,9 @@ class LinkHost(Protocol):
 
     def on_over(self, link: Link, error: RemoteError | None) -> None: ...
 
+    def on_circuit(self, link: Link, message: Incoming | Refused) -> None:
+        """A sentinel speaks of a circuit."""
+
 
 class Link:
     """One live connection. Messages of one session stay in order; others may overtake a bulky one."""
@@ -80,9 +94,12 @@ class Link:
         self._channel = channel
         self._receiver = receiver
         self._host = host
-        self._outbox = Outbox(
-            Sealer(secured.sending, is_padded=terms.is_padded), secured.capabilities.max_message
-        )
+        self.relay_id: NodeId | None = carrier.websocket.relay_id  # the sentinel between, if there is one
+        max_payload = MAX_PAYLOAD if self.relay_id is None else MAX_INNER_RECORD - OVERHEAD
+        sealer = Sealer(secured.sending, is_padded=terms.is_padded, max_payload=max_payload)
+        self._outbox = Outbox(sealer, secured.capabilities.max_message)
+        self.side = SideChannels(carrier.mux, self._announce, self._outbox.cancel)
+        self.accepts_circuits = False  # set where we hold, or ask for, a reservation
         self._opener = Opener(secured.receiving)
         self._reassembler = Reassembler(terms.max_message, terms.quota)
         self._heartbeat = Heartbeat(time.monotonic(), terms.timing)
@@ -95,7 +112,9 @@ class Link:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._open_ns = 0
         self.peer_id = secured.peer_id
-        self.peer_host = carrier.websocket.peer_host
+        self.peer_key = secured.peer_key
+        self.peer_host = carrier.websocket.peer_host  # as observed; "" when relayed
+        self.peer_port = carrier.websocket.peer_port
         self.capabilities = secured.capabilities
         self.is_dialler = is_dialler
         self.counters = carrier.counters
@@ -108,6 +127,11 @@ class Link:
         return f"Link({self.peer_id.hex()[:8]}, {'closed' if self.is_closed else 'open'})"
 
     # --- what callers use
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it runs through a sentinel."""
+        return self.relay_id is not None
 
     @property
     def is_closed(self) -> bool:
@@ -165,7 +189,8 @@ class Link:
         if not self.is_closed and self._timer_due > self._heartbeat.next_check:
             self._set_timer(self._heartbeat.next_check)
         try:
-            yield
+            with self._carrier.websocket.watch():
+                yield
         finally:
             self._heartbeat.num_watchers -= 1
 
@@ -193,6 +218,34 @@ class Link:
             self._finish(None)
         self._carrier.websocket.close()
         await self._carrier.websocket.wait_closed()
+
+    # --- what circuits use
+
+    def pump(self) -> None:
+        """Write what can be written now."""
+        self._pump()
+
+    def ask_rtt(self) -> None:
+        """Send a PING without waiting for the answer; `rtt_ms` will show it."""
+        if not self.is_closed:
+            self._send_ping()
+
+    def wake(self) -> None:
+        """Write what can be written, soon: safe to call from inside a write."""
+        if not self.is_closed and self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump_on)
+
+    def give_back(self, channel: Channel, size: int) -> None:
+        """Let the peer send `size` more bytes on a circuit's channel."""
+        self._carrier.mux.give_back(channel, size)
+        self.wake()
+
+    def _announce(self, message: Message) -> Outgoing:
+        if self.is_closed:
+            raise self._closed_error()
+        kind, buffers = encode(message)
+        self.counters.messages_sent[type(message).__name__] += 1
+        return self._outbox.push(kind, lane(message), buffers)
 
     # --- the way out
 
@@ -247,12 +300,14 @@ class Link:
         self._heartbeat.heard(time.monotonic())
         try:
             match self._carrier.receive(frame):
-                case DataFrame(record=record):
+                case DataFrame(channel=channel, record=record) if channel is self._channel:
                     self._take_record(record, started)
                 case PongFrame(token=token):
                     self._take_pong(token)
-                case ChannelEnd(code=code):
+                case ChannelEnd(channel=channel, code=code) if channel is self._channel:
                     self._end_by_peer(code)
+                case DataFrame() | ChannelEnd() as event:
+                    self.side.take(event)
                 case None:
                     pass
                 case _:
@@ -267,7 +322,9 @@ class Link:
     def on_violation(self, error: ProtocolError) -> None:
         self._fail(error)
 
-    def on_lost(self, error: LinkError) -> None:
+    def on_lost(self, error: RemoteError) -> None:
+        if not isinstance(error, LinkError):  # a circuit's end is, to the session inside, a lost connection
+            error = LinkError(ErrorCode.LINK_LOST, f"the circuit was lost: {error}")
         self._finish(error)
 
     def _take_record(self, sealed: memoryview, started: int) -> None:
@@ -287,10 +344,24 @@ class Link:
 
     def _deliver(self, message: Message) -> None:
         self.counters.messages_received[type(message).__name__] += 1
+        if isinstance(message, RelayOpen | Incoming):
+            self.side.announced(message.channel)
         try:
-            self._receiver.on_message(self, message)
+            if isinstance(message, Incoming | Refused):
+                self._host.on_circuit(self, message)
+            else:
+                self._receiver.on_message(self, message)
         except Exception as error:  # a receiver's bug must not cost everybody the link
             log_receiver_failure(type(message).__name__, error)
+        if (channel := self.side.settle()) is not None and not self.is_closed:
+            self._decline(message, channel)
+
+    def _decline(self, message: Message, channel: Channel) -> None:
+        """Nobody here takes the circuit."""
+        if isinstance(message, RelayOpen):
+            self.post(Refused(channel.number, int(ErrorCode.NO_RESERVATION)))
+        else:
+            self._carrier.mux.reset(channel.number, int(ErrorCode.PEER_GONE))
 
     def _take_ready(self) -> None:
         if self.is_dialler and not self._ready.done():
@@ -338,6 +409,7 @@ class Link:
             self._pump_handle.cancel()
         self._outbox.clear()
         self._reassembler.close()
+        self.side.close()
         waiters: list[asyncio.Future[Any]] = [*self._pongs.values(), self._ready]
         for waiter in waiters:
             if not waiter.done():

@@ -24,6 +24,7 @@ MAX_HANDSHAKE = 1024  # B, transport.md 2.1
 WINDOW = 1 << 20  # B a sender may have unacknowledged in a channel (transport.md, section 4)
 MAX_WINDOW = 4 << 20
 MAX_CHANNELS = 64
+_CIRCUIT_GRANT = 16 << 10  # B; with a full body, less than the smallest window of a circuit, see `pace.py`
 CREDIT_FLAG = 1
 _CREDIT_UNIT = 256  # B
 _CRITICAL = 0x80  # unknown frame types from here on close the link
@@ -61,12 +62,27 @@ class RecordSource(Protocol):
     def seal_next(self, out: memoryview) -> None: ...
 
 
-@dataclass(slots=True)
+class ChannelTaker(Protocol):
+    """Whoever a circuit's channel is for."""
+
+    def on_body(self, body: memoryview) -> None:
+        """A DATA frame's body; its credit goes back to the peer only with `Mux.give_back`."""
+
+    def on_channel_over(self, code: int | None) -> None:
+        """The channel is over, by the peer, an overrun or the end of the link. Called once, not for our own end."""
+
+
+@dataclass(slots=True, eq=False)
 class Channel:
-    """One session's path through the link, with what each side may still send."""
+    """One session's path through the link, with what each side may still send.
+
+    A circuit's channel (`is_circuit`) carries opaque bodies: a wrong credit ends it and nothing else.
+    """
 
     number: int
     source: RecordSource | None = None
+    is_circuit: bool = False
+    taker: ChannelTaker | None = None
     send_credit: int = WINDOW
     receive_credit: int = WINDOW
     consumed: int = 0  # bytes taken from the peer and not yet given back as credit
@@ -119,15 +135,35 @@ class Mux:
         """Open a channel of our own; raise `ProtocolError` TOO_BIG when there are too many."""
         if len(self.channels) >= self._max_channels:
             raise ProtocolError(ErrorCode.TOO_BIG, f"a link carries {self._max_channels} channels at most")
-        channel = self._add(self._next_number)
-        self._next_number += 2
-        return channel
+        return self._open()
+
+    def open_circuit(self) -> Channel:
+        """Open a channel of our own for a circuit; a sealed message must tell the peer before its first frame."""
+        return self._open(is_circuit=True)
+
+    def adopt(self, number: int) -> Channel:
+        """Register a circuit's channel that the peer has announced; raise `ProtocolError` STATE for a bad number."""
+        self._check_new(number)
+        return self._add(number, is_circuit=True)
+
+    def give_back(self, channel: Channel, size: int) -> None:
+        """Let the peer send `size` more bytes on a circuit's channel: they are taken, here or further on."""
+        channel.consumed += size
+
+    def forget(self, channel: Channel) -> None:
+        """Drop a channel that the peer does not know, or has ended, without a word."""
+        if self.channels.pop(channel.number, None) is not None:
+            self._turns.remove(channel)
 
     def end(self, channel: Channel, code: int | None = None) -> None:
         """End a channel: FIN, or RESET with an error code."""
         if self.channels.pop(channel.number, None) is not None:
             self._turns.remove(channel)
             self._ends.append((channel.number, code))
+
+    def reset(self, number: int, code: int) -> None:
+        """Queue a RESET for a channel that is not kept here."""
+        self._ends.append((number, code))
 
     def ping(self, token: bytes) -> None:
         """Queue a PING with an 8-byte token."""
@@ -175,9 +211,9 @@ class Mux:
         return None
 
     def next_credit(self) -> bytearray | None:
-        """Return a CREDIT frame for a channel whose peer has used half of its window, if there is one."""
+        """Return a CREDIT frame for a channel whose peer has used half of its smallest window, if there is one."""
         for channel in self._turns:
-            if channel.consumed >= WINDOW // 2:
+            if channel.consumed >= (_CIRCUIT_GRANT if channel.is_circuit else WINDOW // 2):
                 granted, channel.consumed = channel.consumed, 0
                 channel.receive_credit += granted
                 return bytearray(HEADER.pack(FrameType.CREDIT, 0, 0, channel.number) + _U32.pack(granted))
@@ -208,41 +244,54 @@ class Mux:
         channel.source.seal_next(memoryview(frame)[HEADER.size :])
         return frame
 
-    def _receive_data(self, number: int, flags: int, credit: int, body: memoryview) -> DataFrame | None:
+    def _receive_data(
+        self, number: int, flags: int, credit: int, body: memoryview
+    ) -> DataFrame | ChannelEnd | None:
         if flags & ~CREDIT_FLAG or bool(credit) != bool(flags):
             raise malformed("a DATA frame has unknown flags or an uncalled-for credit")
         channel = self._channel(number)
         if channel is None:
             return None
-        _grant(channel, credit * _CREDIT_UNIT)
-        if len(body) > channel.receive_credit:
-            raise ProtocolError(ErrorCode.FLOW, "the peer sent more than its window")
+        is_over = not _grant(channel, credit * _CREDIT_UNIT) or len(body) > channel.receive_credit
+        if is_over:
+            return self._overrun(channel)
         channel.receive_credit -= len(body)
-        channel.consumed += len(body)
+        if not channel.is_circuit:
+            channel.consumed += len(body)
         return DataFrame(channel, body)
+
+    def _overrun(self, channel: Channel) -> ChannelEnd:
+        """A circuit ends alone when its credits are broken; a session that breaks its own ends the link."""
+        if not channel.is_circuit:
+            raise ProtocolError(ErrorCode.FLOW, "the peer sent, or granted, more than its window")
+        self.end(channel, int(ErrorCode.FLOW))
+        return ChannelEnd(channel, int(ErrorCode.FLOW))
 
     def _receive_handshake(self, number: int, body: memoryview) -> HandshakeFrame:
         if len(body) > MAX_HANDSHAKE:
             raise ProtocolError(ErrorCode.TOO_BIG, "a handshake message is too long")
         channel = self.channels.get(number)
         if channel is None:
-            if number % 2 != self._peer_parity or number <= self._last_peer_number:
-                raise ProtocolError(
-                    ErrorCode.STATE, "the peer opened a channel with a number that is not its own"
-                )
             if len(self.channels) >= self._max_channels:
                 raise ProtocolError(ErrorCode.TOO_BIG, "the peer opened too many channels")
-            self._last_peer_number = number
+            self._check_new(number)
             channel = self._add(number)
         return HandshakeFrame(channel, body)
+
+    def _check_new(self, number: int) -> None:
+        """A number is used once, in rising order, by the side whose parity it has."""
+        if number % 2 != self._peer_parity or number <= self._last_peer_number:
+            raise ProtocolError(
+                ErrorCode.STATE, "the peer opened a channel with a number that is not its own"
+            )
+        self._last_peer_number = number
 
     def _receive_control(self, kind: FrameType, number: int, body: memoryview) -> ChannelEnd | None:
         channel = self._channel(number)
         if channel is None:
             return None
         if kind is FrameType.CREDIT:
-            _grant(channel, _U32.unpack(body)[0])
-            return None
+            return None if _grant(channel, _U32.unpack(body)[0]) else self._overrun(channel)
         del self.channels[number]
         self._turns.remove(channel)
         return ChannelEnd(channel, _U16.unpack(body)[0] if kind is FrameType.RESET else None)
@@ -257,8 +306,13 @@ class Mux:
             raise ProtocolError(ErrorCode.STATE, "the peer used a channel that was never opened")
         return None
 
-    def _add(self, number: int) -> Channel:
-        channel = self.channels[number] = Channel(number)
+    def _open(self, *, is_circuit: bool = False) -> Channel:
+        channel = self._add(self._next_number, is_circuit=is_circuit)
+        self._next_number += 2
+        return channel
+
+    def _add(self, number: int, *, is_circuit: bool = False) -> Channel:
+        channel = self.channels[number] = Channel(number, is_circuit=is_circuit)
         self._turns.append(channel)
         return channel
 
@@ -280,7 +334,7 @@ def _parse(view: memoryview) -> tuple[FrameType | None, int, int, int]:
     return _TYPES.get(kind), flags, credit, number
 
 
-def _grant(channel: Channel, size: int) -> None:
+def _grant(channel: Channel, size: int) -> bool:
+    """Add credit; whether it stays within the largest window."""
     channel.send_credit += size
-    if channel.send_credit > MAX_WINDOW:
-        raise ProtocolError(ErrorCode.FLOW, "the peer granted more than the largest window")
+    return channel.send_credit <= MAX_WINDOW

@@ -33,10 +33,12 @@ MAX_RECORD_SIZE = (
     2048  # B; transport.md says 1 KiB, which one slice fills: nodes hold several, of several models
 )
 MAX_PULL = 256
+MAX_DOUBTS = 256  # of one digest: 2 KiB
 MAX_FIRST = 2048  # B: a handshake's first message with its frame
 MAX_ALTERNATIVES = 8
 _ENTRY = struct.Struct(">8sQ")
 _PREFIX = 8
+_WHOLE_SPAN = b"\x00" * _PREFIX + b"\xff" * _PREFIX
 _HOST = 255
 
 DIGEST, PULL, RECORDS, PING_REQUEST, PING_REPORT = range(16, 21)
@@ -48,14 +50,33 @@ Fields = dict[str, object]
 
 def _digest_fields(message: Digest) -> Fields:
     packed = b"".join(_ENTRY.pack(prefix, sequence) for prefix, sequence in message.entries)
-    return {"e": packed, "r": message.is_reply}
+    span, doubts = message.first + message.last, b"".join(message.doubts)
+    return {
+        "e": packed,
+        "r": message.is_reply,
+        **({"s": span} if span != _WHOLE_SPAN else {}),
+        **({"d": doubts} if doubts else {}),
+    }
 
 
 def _read_digest(fields: MapReader) -> Digest:
     packed = fields.blob("e", None)
     if len(packed) % _ENTRY.size or len(packed) > MAX_DIGEST * _ENTRY.size:
         raise malformed("a digest does not hold whole entries, or too many")
-    return Digest(tuple(_ENTRY.iter_unpack(packed)), fields.flag("r"))
+    span = fields.blob("s", 2 * _PREFIX, default=_WHOLE_SPAN)
+    return Digest(
+        tuple(_ENTRY.iter_unpack(packed)),
+        fields.flag("r"),
+        span[:_PREFIX],
+        span[_PREFIX:],
+        _split(fields.blob("d", None, default=b""), MAX_DOUBTS),
+    )
+
+
+def _split(packed: bytes, max_count: int) -> tuple[bytes, ...]:
+    if len(packed) % _PREFIX or len(packed) > max_count * _PREFIX:
+        raise malformed("a list of prefixes does not hold whole ones, or too many")
+    return tuple(packed[at : at + _PREFIX] for at in range(0, len(packed), _PREFIX))
 
 
 def _pull_fields(message: Pull) -> Fields:
@@ -63,10 +84,7 @@ def _pull_fields(message: Pull) -> Fields:
 
 
 def _read_pull(fields: MapReader) -> Pull:
-    packed = fields.blob("p", None)
-    if len(packed) % _PREFIX or len(packed) > MAX_PULL * _PREFIX:
-        raise malformed("a pull does not hold whole prefixes, or too many")
-    return Pull(tuple(packed[at : at + _PREFIX] for at in range(0, len(packed), _PREFIX)))
+    return Pull(_split(fields.blob("p", None), MAX_PULL))
 
 
 def _records_fields(message: Records) -> Fields:

@@ -28,7 +28,7 @@ _MAX_NONCE = 2**64 - 1  # reserved for REKEY (section 4.2)
 _HASHES: dict[HashName, Callable[..., Any]] = {"SHA256": hashlib.sha256, "BLAKE2s": hashlib.blake2s}
 _XX: tuple[tuple[str, ...], ...] = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 _XXPSK3: tuple[tuple[str, ...], ...] = (("e",), ("e", "ee", "s", "es"), ("s", "se", "psk"))
-_Snapshot = tuple[bytes, bytes, bytes, bytes, bytes]
+_Snapshot = tuple[bytes, bytes, bytes, int, bytes, bytes]
 _pack_nonce = struct.Struct("<4xQ").pack
 
 
@@ -148,6 +148,11 @@ class HandshakeState:
         self._turn += 1
         return payload
 
+    def replace_psk(self, psk: bytes) -> None:
+        """Take another pre-shared key for what is still to come: XXpsk3 first mixes it in message 3."""
+        assert self._psk is not None, "the pattern has no pre-shared key"
+        self._psk = psk
+
     def split(self) -> tuple[CipherState, CipherState]:
         """Return the cipher states (ours to send with, ours to receive with)."""
         assert self.is_finished, "the handshake is not finished"
@@ -173,11 +178,14 @@ class HandshakeState:
             self._restore(before)
 
     def _snapshot(self) -> _Snapshot:
-        return self._h, self._ck, self._cipher_key, self.remote_ephemeral, self.remote_static
+        nonce = 0 if self._cipher is None else self._cipher.nonce
+        return self._h, self._ck, self._cipher_key, nonce, self.remote_ephemeral, self.remote_static
 
     def _restore(self, snapshot: _Snapshot) -> None:
-        self._h, self._ck, key, self.remote_ephemeral, self.remote_static = snapshot
+        self._h, self._ck, key, nonce, self.remote_ephemeral, self.remote_static = snapshot
         self._set_cipher(key)
+        if self._cipher is not None:
+            self._cipher.nonce = nonce
 
     def _is_my_turn(self, *, writing: bool) -> bool:
         return not self.is_finished and ((self._turn % 2 == 0) == self._is_initiator) == writing

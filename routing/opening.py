@@ -38,6 +38,8 @@ class RouteKeys:
     gateway_id: NodeId
     route_key: bytes = field(repr=False)
     answer_key: bytes = field(repr=False)
+    resumes: bool = False  # nodes of the route before go on with what they hold
+    answered: int = 0  # the gateway has the answers of all steps up to this one
 
 
 def wires_of(route: Route, options: ChainOptions, first: WireDtype | None) -> tuple[WireDtype, ...]:
@@ -72,6 +74,7 @@ def _sealed_entry(
 ) -> bytes:
     hops = route.hops
     is_last = index == len(hops) - 1
+    after = None if is_last else hops[index + 1]
     runs_closing = options.runs_closing and is_last
     entry = HopEntry(
         route_key=keys.route_key,
@@ -85,7 +88,10 @@ def _sealed_entry(
         wire_out=wires[index + 1],
         max_positions=options.max_positions,
         idle_timeout_s=IDLE_TIMEOUT_S,
-        next_hop=None if is_last else hops[index + 1].address,
+        next_hop=after.address if after else None,
+        next_alternatives=after.alternatives[: sealing.MAX_NEXT - 1] if after else (),
+        resumes=keys.resumes,
+        answered=keys.answered if is_last else 0,
         answer_key=keys.answer_key if is_last else b"",
         run_opening=options.takes_token_ids and index == 0,
         run_closing=runs_closing,

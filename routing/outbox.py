@@ -14,7 +14,6 @@ from routing.errors import ErrorCode, ProtocolError
 from routing.records import (
     MAX_IN_FLIGHT,
     MAX_OPEN_MESSAGES,
-    MAX_PAYLOAD,
     OVERHEAD,
     TOTAL,
     WHOLE,
@@ -36,6 +35,7 @@ class Outgoing:
         "is_done",
         "kind",
         "lane",
+        "max_payload",
         "message_id",
         "seal_ns",
         "sent",
@@ -43,8 +43,14 @@ class Outgoing:
     )
 
     def __init__(
-        self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], object] | None
+        self,
+        kind: int,
+        lane: bytes,
+        buffers: Sequence[Buffer],
+        gone: Callable[[], object] | None,
+        max_payload: int,
     ) -> None:
+        self.max_payload = max_payload
         self.kind = kind
         self.lane = lane
         self._buffers = deque(memoryview(buffer).cast("B") for buffer in buffers)
@@ -59,7 +65,7 @@ class Outgoing:
     @property
     def is_whole(self) -> bool:
         """Whether it fits one record."""
-        return self.size <= MAX_PAYLOAD
+        return self.size <= self.max_payload
 
     @property
     def is_begun(self) -> bool:
@@ -70,7 +76,7 @@ class Outgoing:
         if self.is_aborted:
             return 0
         announced = 0 if self.is_whole or self.is_begun else TOTAL.size
-        return min(MAX_PAYLOAD, announced + self.size - self.sent)
+        return min(self.max_payload, announced + self.size - self.sent)
 
     def take(self, size: int) -> list[Buffer]:
         """Return the next `size` bytes as views."""
@@ -115,7 +121,7 @@ class Outbox:
 
         Raises `ProtocolError` TOO_BIG when the peer said that it takes no message of this size.
         """
-        outgoing = Outgoing(kind, lane, buffers, gone)
+        outgoing = Outgoing(kind, lane, buffers, gone, self._sealer.max_payload)
         if outgoing.size > self._max_message:
             raise ProtocolError(
                 ErrorCode.TOO_BIG,

@@ -1,29 +1,29 @@
 """Which nodes run which layers: a pure function from what the directory holds to a route.
 
-Knows offers, costs and exclusions; knows nothing of links, sessions or time.
+Knows offers, options and exclusions. What ways cost is in `route_costs.py`, how the cheapest is found in
+`route_search.py`; knows nothing of links, sessions or time.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from routing.errors import NoRouteError
+from routing.measurements import Measured
+from routing.route_costs import Knowledge, Leg, RouteCosts, legs_of, round_trips, route_costs, site
+from routing.route_search import Rules, Way, cheapest_way
 from routing.types import Hop, NodeId, NodeRecord, Route, SliceOffer, SliceSpec
 
-HOP_MS = 1.0  # what one more hop costs where no round trip was measured (loopback bar of the hop cost)
-LOAD_MS = 0.5  # per live session on a node: spreads sessions over replicas of equal speed
-MAX_TRIES = 32  # paths looked at for one route: more means offers that somebody made up
-FORM_PENALTY_MS = 1e6  # a replica of another form is the last resort (it changes bits)
+MAX_PINNED = 8  # which of them a way has is counted in bits
+MAX_NODES = 512  # looked at for one route; of a larger crowd, the best for each layer
+MAX_OFFERS = 16  # of one node for one model (directory.py): it bounds what a plan looks at
 
-Column = npt.NDArray[np.int64]
+Usable = list[tuple[NodeRecord, list[SliceOffer]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class RouteRequest:
 
     `known_hashes` are the content hashes of layers that already computed for this answer, `forms` the forms they
     computed in: a replica whose weights differ is never taken, one of another form only when nothing else is left.
+    `held` are the survivors of a broken route and the layers that they computed: as many layers as possible stay
+    with them, in exactly these ranges, before anything else is weighed.
     """
 
     model_name: str
@@ -44,161 +46,91 @@ class RouteRequest:
     forms: frozenset[str] = frozenset()
     num_layers: int = 0  # of the model; 0: not known. An offer that says otherwise is not taken
     hidden_size: int = 0
+    pinned: frozenset[NodeId] = frozenset()  # each of them is a hop
+    max_hops: int | None = None
+    distinct_owners: bool = False  # the first hop's owner is not the last one's: two hops at least
+    held: Mapping[NodeId, SliceSpec] = field(default_factory=dict)
 
 
-def plan_route(records: Iterable[NodeRecord], request: RouteRequest) -> Route:
-    """The cheapest chain of hops that covers `request.spec`, each node at most once.
+def plan_route(
+    records: Iterable[NodeRecord],
+    request: RouteRequest,
+    *,
+    measured: Mapping[NodeId, Measured] | None = None,
+    sessions: Mapping[NodeId, int] | None = None,
+) -> Route:
+    """The route of least expected ms per token that covers `request.spec`, each node at most once.
 
-    Cost of a hop: its round trip, its measured ms per layer and its load. Raises NoRouteError, which names the
-    layers that nobody serves.
+    `measured`: what this gateway saw of nodes; `sessions`: how many of its own are on them now. Among equals the
+    choice is by node id, whatever the order of the records. Raises NoRouteError, which names the layers that
+    nobody serves, or the option that left no route.
     """
     spec = request.spec
     if spec.start == spec.end:
         return Route(spec)
-    usable = _usable_offers(records, request)
-    table = _OfferTable(usable, request)
-    tries = count()
-    queue: list[tuple[float, int, tuple[Window, ...], list[Leg]]] = []
-    _try(queue, table, (), tries)
-    if not queue:
-        raise _missing(usable, request)
-    # A session is held once per node, so a node cannot have two hops. Where the cheapest path wants it, whatever
-    # route there is enters that node either before or after the second entry: try both, the cheapest first.
-    again: Hop | None = None
-    while queue:
-        _, _, windows, legs = heapq.heappop(queue)
-        hops = tuple(_hop(*usable[leg.offer], SliceSpec(leg.start, leg.end)) for leg in legs)
-        again = _second_entry(hops)
-        if again is None:
-            return Route(spec, hops)
-        if next(tries) < MAX_TRIES:
-            node_id, at = again.address.node_id, again.spec.start
-            _try(queue, table, (*windows, Window(node_id, 0, at)), tries)
-            _try(queue, table, (*windows, Window(node_id, at, spec.end)), tries)
-    assert again is not None
-    raise NoRouteError([(again.spec.start, again.spec.end)], request.model_name)
+    records = sorted(records, key=lambda record: record.address.node_id)
+    usable = _usable(records, request)
+    _check(records, usable, request)
+    known = _knowledge(request, measured, sessions)
+    costs = route_costs(_most_promising(usable, known, request), spec, known)
+    way = cheapest_way(costs, _rules(costs, request))
+    if not way.taken:
+        raise _no_way(costs, request, way)
+    return Route(spec, tuple(_hop(costs, leg.leg, SliceSpec(leg.start, leg.end)) for leg in way.taken))
 
 
-class Leg(NamedTuple):
-    """Layers [start, end) by the usable offer of this number."""
+def route_ms(
+    records: Iterable[NodeRecord],
+    route: Route,
+    request: RouteRequest,
+    *,
+    measured: Mapping[NodeId, Measured] | None = None,
+    sessions: Mapping[NodeId, int] | None = None,
+) -> float:
+    """What one token is expected to take on a route, in ms, survivors and forms left aside.
 
-    offer: int
-    start: int
-    end: int
-
-
-class Window(NamedTuple):
-    """A node may be entered at layers [low, high) only."""
-
-    node_id: NodeId
-    low: int
-    high: int
-
-
-class _OfferTable:
-    """The usable offers as columns: a snapshot may hold thousands, and a plan is made for every request."""
-
-    def __init__(self, usable: list[tuple[NodeRecord, SliceOffer]], request: RouteRequest) -> None:
-        self.spec = request.spec
-        self.node_ids = [record.address.node_id for record, _ in usable]
-        self.start = np.array([offer.spec.start for _, offer in usable], dtype=np.int64)
-        self.end = np.array([offer.spec.end for _, offer in usable], dtype=np.int64)
-        self.layer_ms = np.array([offer.layer_ms for _, offer in usable], dtype=np.float64)
-        self.hop_ms = np.array([_hop_ms(record, offer, request) for record, offer in usable])
-        self.may_open = np.array(
-            [offer.has_opening or not request.needs_opening for _, offer in usable], bool
-        )
-        self.may_close = np.array(
-            [offer.has_closing or not request.needs_closing for _, offer in usable], bool
-        )
-
-    def cheapest(self, windows: tuple[Window, ...]) -> tuple[float, list[Leg]] | None:
-        """The cheapest path over borders in ascending order (hops only go forward); O(offers x borders)."""
-        if not self.node_ids:
-            return None
-        low, high = self._entries(windows)
-        spec = self.spec
-        entered_at = np.full(len(low), -1)
-        # What an offer costs up to border b is hop_ms + layer_ms * b + entry_ms, wherever it was entered.
-        entry_ms = np.full(len(low), np.inf)
-        best, came_from = {spec.start: 0.0}, {spec.start: Leg(0, 0, 0)}
-        borders = np.unique(np.concatenate([self.start, self.end, [spec.start, spec.end]]))
-        for border in borders[(borders >= spec.start) & (borders <= spec.end)].tolist():
-            if border > spec.start:
-                cost = entry_ms + self.hop_ms + self.layer_ms * border
-                cost[(self.end < border) | ((border == spec.end) & ~self.may_close)] = np.inf
-                offer = int(cost.argmin())
-                if not math.isfinite(cost[offer]):
-                    continue
-                best[border] = float(cost[offer])
-                came_from[border] = Leg(offer, int(entered_at[offer]), border)
-            entry = best[border] - self.layer_ms * border
-            may = (self.start <= border) & (border < self.end) & (low <= border) & (border < high)
-            may &= (border != spec.start) | self.may_open
-            may &= entry < entry_ms
-            entry_ms[may], entered_at[may] = entry[may], border
-        if spec.end not in best:
-            return None
-        return best[spec.end], _walk_back(came_from, spec)
-
-    def _entries(self, windows: tuple[Window, ...]) -> tuple[Column, Column]:
-        """The layers [low, high) at which each offer may be entered."""
-        low, high = np.zeros(len(self.node_ids), np.int64), np.full(len(self.node_ids), self.spec.end)
-        for window in windows:
-            of_node = np.array([node_id == window.node_id for node_id in self.node_ids])
-            low[of_node] = np.maximum(low[of_node], window.low)
-            high[of_node] = np.minimum(high[of_node], window.high)
-        return low, high
-
-
-def _try(
-    queue: list[tuple[float, int, tuple[Window, ...], list[Leg]]],
-    table: _OfferTable,
-    windows: tuple[Window, ...],
-    tries: Iterator[int],
-) -> None:
-    if (found := table.cheapest(windows)) is not None:
-        heapq.heappush(queue, (found[0], next(tries), windows, found[1]))
-
-
-def _second_entry(hops: tuple[Hop, ...]) -> Hop | None:
-    """The first hop whose node has an earlier hop."""
-    seen: set[NodeId] = set()
-    for hop in hops:
-        if hop.address.node_id in seen:
-            return hop
-        seen.add(hop.address.node_id)
-    return None
+    Infinite where a hop's node or its offer is not among the records any more.
+    """
+    nodes = {hop.address.node_id: number for number, hop in enumerate(route.hops)}
+    plain = replace(request, held={}, forms=frozenset())
+    costs = route_costs(_usable(records, plain), request.spec, _knowledge(plain, measured, sessions))
+    numbers = {record.address.node_id: number for number, record in enumerate(costs.records)}
+    if not nodes or not nodes.keys() <= numbers.keys():
+        return math.inf if nodes else 0.0
+    path = [numbers[hop.address.node_id] for hop in route.hops]
+    total = float(costs.into_ms[path[0]] + costs.back_ms[path[-1]])
+    total += sum(float(costs.between_ms[there, here]) for here, there in pairwise(path))
+    return total + sum(_leg_ms(costs, node, hop.spec) for node, hop in zip(path, route.hops, strict=True))
 
 
 def missing_layers(records: Iterable[NodeRecord], request: RouteRequest) -> list[tuple[int, int]]:
     """Half-open ranges of `request.spec` that no usable node serves."""
-    gaps: list[tuple[int, int]] = []
-    at = request.spec.start
-    for _, offer in sorted(_usable_offers(records, request), key=lambda pair: pair[1].spec.start):
-        if offer.spec.start >= request.spec.end:
-            break
-        if offer.spec.start > at:
-            gaps.append((at, offer.spec.start))
-        at = max(at, offer.spec.end)
-    if at < request.spec.end:
-        gaps.append((at, request.spec.end))
-    return gaps
+    return _gaps(_usable(records, request), request.spec)
 
 
-def _usable_offers(
-    records: Iterable[NodeRecord], request: RouteRequest
-) -> list[tuple[NodeRecord, SliceOffer]]:
-    return [
-        (record, offer)
-        for record in records
-        if record.address.node_id not in request.excluded
-        for offer in record.offers
-        if offer.model_digest == request.model_digest
+def _usable(records: Iterable[NodeRecord], request: RouteRequest) -> Usable:
+    """Each node that may be asked, with the offers that fit: every node once."""
+    usable: dict[NodeId, tuple[NodeRecord, list[SliceOffer]]] = {}
+    for record in records:
+        node_id = record.address.node_id
+        if node_id in request.excluded or node_id in usable:
+            continue
+        offers = [offer for offer in record.offers if _fits(offer, request)]
+        if offers:
+            usable[node_id] = record, offers[:MAX_OFFERS]
+    return list(usable.values())
+
+
+def _fits(offer: SliceOffer, request: RouteRequest) -> bool:
+    return (
+        offer.model_digest == request.model_digest
+        and offer.spec.start < request.spec.end
+        and offer.spec.end > request.spec.start
         and request.num_layers in (0, offer.num_layers)
         and request.hidden_size in (0, offer.hidden_size)
+        and 0 <= offer.layer_ms < math.inf
         and _same_weights(offer, request.known_hashes)
-    ]
+    )
 
 
 def _same_weights(offer: SliceOffer, known: Mapping[int, bytes] | None) -> bool:
@@ -208,35 +140,149 @@ def _same_weights(offer: SliceOffer, known: Mapping[int, bytes] | None) -> bool:
     return all(known.get(n, h) == h for n, h in zip(layers, offer.layer_hashes, strict=False))
 
 
-def _hop_ms(record: NodeRecord, offer: SliceOffer, request: RouteRequest) -> float:
-    """What a hop costs beside its layers."""
-    cost = (HOP_MS if record.rtt_ms is None else record.rtt_ms) + LOAD_MS * record.load
-    if request.forms and offer.form not in request.forms:
-        cost += FORM_PENALTY_MS
-    return cost
+def _gaps(usable: Usable, spec: SliceSpec) -> list[tuple[int, int]]:
+    gaps: list[tuple[int, int]] = []
+    at = spec.start
+    for start, end in sorted((offer.spec.start, offer.spec.end) for _, offers in usable for offer in offers):
+        if start >= spec.end:
+            break
+        if start > at:
+            gaps.append((at, start))
+        at = max(at, end)
+    if at < spec.end:
+        gaps.append((at, spec.end))
+    return gaps
 
 
-def _hop(record: NodeRecord, offer: SliceOffer, spec: SliceSpec) -> Hop:
-    return Hop(record.address, offer, spec, record.seal_key, record.dtypes)
+def _check(records: Sequence[NodeRecord], usable: Usable, request: RouteRequest) -> None:
+    """Raise NoRouteError for what can be seen before a search."""
+    gaps, ends = _gaps(usable, request.spec), _missing_ends(usable, request)
+    if gaps or ends:
+        others = _usable(records, replace(request, excluded=frozenset()))
+        helps = (_gaps(others, request.spec), _missing_ends(others, request)) != (gaps, ends)
+        reason = "nodes that do are excluded" if helps else ""
+        raise NoRouteError(gaps, request.model_name, ends, reason)
+    if request.max_hops is not None and request.max_hops < 1:
+        raise NoRouteError((), request.model_name, reason=f"max_hops is {request.max_hops}")
+    if len(request.pinned) > MAX_PINNED:
+        raise NoRouteError((), request.model_name, reason=f"more than {MAX_PINNED} nodes are pinned")
+    live = {record.address.node_id for record in records}
+    able = {record.address.node_id for record, _ in usable}
+    for node_id in sorted(request.pinned - able):
+        if node_id in request.excluded:
+            why = "excluded, too"
+        else:
+            why = "without layers for it" if node_id in live else "not live"
+        raise NoRouteError((), request.model_name, reason=f"pinned node {node_id.hex()[:8]} is {why}")
 
 
-def _walk_back(came_from: Mapping[int, Leg], spec: SliceSpec) -> list[Leg]:
-    legs: list[Leg] = []
-    at = spec.end
-    while at != spec.start:
-        legs.append(came_from[at])
-        at = came_from[at].start
-    return legs[::-1]
-
-
-def _missing(usable: list[tuple[NodeRecord, SliceOffer]], request: RouteRequest) -> NoRouteError:
-    gaps = missing_layers([record for record, _ in usable], request)
-    ends = []
+def _missing_ends(usable: Usable, request: RouteRequest) -> list[str]:
     spec = request.spec
-    if request.needs_opening and not any(o.has_opening and o.spec.start <= spec.start for _, o in usable):
+    offers = [offer for _, offers in usable for offer in offers]
+    ends = []
+    if request.needs_opening and not any(o.has_opening and o.spec.start <= spec.start for o in offers):
         ends.append("opening")
-    if request.needs_closing and not any(o.has_closing and o.spec.end >= spec.end for _, o in usable):
+    if request.needs_closing and not any(o.has_closing and o.spec.end >= spec.end for o in offers):
         ends.append("closing")
-    if not gaps and not ends:  # each layer and each end has a node, but no chain of them fits together
-        gaps = [(spec.start, spec.end)]
-    return NoRouteError(gaps, request.model_name, ends)
+    return ends
+
+
+def _knowledge(
+    request: RouteRequest,
+    measured: Mapping[NodeId, Measured] | None,
+    sessions: Mapping[NodeId, int] | None,
+) -> Knowledge:
+    return Knowledge(measured or {}, sessions or {}, request.forms, request.held)
+
+
+def _most_promising(usable: Usable, known: Knowledge, request: RouteRequest) -> Usable:
+    """The best MAX_NODES: whoever must be there, then each layer's first choice, its second, and so on.
+
+    A leg is as good as its share of a layer costs little. Both ends count as layers of their own.
+    """
+    if len(usable) <= MAX_NODES:
+        return usable
+    spec, legs = request.spec, legs_of(usable, request.spec, known)
+    rtts = round_trips([record for record, _ in usable])
+    price = [leg.layer_ms + (leg.hop_ms + rtts[leg.node]) / (leg.end - leg.start) for leg in legs]
+    rank = np.full(len(usable), np.inf)
+    taken = np.zeros(spec.end + 2)
+    for number in sorted(range(len(legs)), key=price.__getitem__):
+        leg = legs[number]
+        if rank[leg.node] == np.inf:  # its other legs are dearer
+            layers = _layers_of(leg, request)
+            rank[leg.node] = taken[layers].min()
+            taken[layers] += 1
+    wanted = request.pinned | request.held.keys()
+    rank[[record.address.node_id in wanted for record, _ in usable]] = -1
+    return [usable[number] for number in sorted(np.argsort(rank, kind="stable")[:MAX_NODES].tolist())]
+
+
+def _layers_of(leg: Leg, request: RouteRequest) -> list[int]:
+    spec, offer = request.spec, leg.offer
+    layers = list(range(leg.start, leg.end))
+    if leg.start == spec.start and (offer.has_opening or not request.needs_opening):
+        layers.append(spec.end)
+    if leg.end == spec.end and (offer.has_closing or not request.needs_closing):
+        layers.append(spec.end + 1)
+    return layers
+
+
+def _rules(costs: RouteCosts, request: RouteRequest) -> Rules:
+    numbers = {record.address.node_id: number for number, record in enumerate(costs.records)}
+    may_open = [leg.offer.has_opening or not request.needs_opening for leg in costs.legs]
+    may_close = [leg.offer.has_closing or not request.needs_closing for leg in costs.legs]
+    return Rules(
+        request.spec,
+        np.array(may_open, bool),
+        np.array(may_close, bool),
+        pinned=tuple(numbers[node_id] for node_id in sorted(request.pinned)),
+        max_hops=request.max_hops,
+        owners=_owners(costs.records) if request.distinct_owners else None,
+    )
+
+
+def _owners(records: Sequence[NodeRecord]) -> tuple[int, ...]:
+    numbers: dict[tuple[bool, str], int] = {}
+    names = [(bool(record.owner), record.owner or site(record.address)) for record in records]
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def _hop(costs: RouteCosts, leg: int, spec: SliceSpec) -> Hop:
+    record = costs.records[costs.legs[leg].node]
+    offer = costs.legs[leg].offer
+    return Hop(record.address, offer, spec, record.seal_key, record.dtypes, record.alternatives)
+
+
+def _leg_ms(costs: RouteCosts, node: int, spec: SliceSpec) -> float:
+    """The cheapest that a node runs these layers for."""
+    num_layers = spec.end - spec.start
+    return min(
+        (
+            leg.hop_ms + leg.layer_ms * num_layers
+            for leg in costs.legs
+            if leg.node == node and leg.start <= spec.start and spec.end <= leg.end
+        ),
+        default=math.inf,
+    )
+
+
+def _no_way(costs: RouteCosts, request: RouteRequest, way: Way) -> NoRouteError:
+    """Which option left no route: the first without which there is one."""
+    plain = replace(request, pinned=frozenset(), max_hops=None, distinct_owners=False)
+    if plain != request:
+        options = {
+            "max_hops": f"at most {request.max_hops} hops are too few",
+            "distinct_owners": "the first and the last hop would have one owner",
+            "pinned": "the pinned nodes do not fit into one",
+        }
+        for option, reason in options.items():
+            without = replace(request, **{option: getattr(plain, option)})
+            if without != request and cheapest_way(costs, _rules(costs, without)).taken:
+                return NoRouteError((), request.model_name, reason=reason)
+        if cheapest_way(costs, _rules(costs, plain)).taken:
+            return NoRouteError((), request.model_name, reason="its options together leave none")
+    # Each layer and each end has a node, but no chain of them fits together.
+    gap = (way.twice.start, way.twice.end) if way.twice else (request.spec.start, request.spec.end)
+    reason = "the search for one was given up" if way.gave_up else ""
+    return NoRouteError([gap], request.model_name, reason=reason)

@@ -24,6 +24,7 @@ class RecordedStep:
     wire: WireDtype
     want: Want
     want_rows: tuple[int, ...] = ()
+    number: int = 0  # given once, when it is recorded, and the same on every route
     until: float | None = None  # time.monotonic() at which its deadline runs out
     answer: asyncio.Future[Answer] | None = None  # None: none is wanted, or it was handed out already
     wire_back: WireDtype = WireDtype.FLOAT32
@@ -65,10 +66,11 @@ class RecordedStep:
 
 
 class Recording:
-    """A session's steps in order, without those that a roll back has undone."""
+    """A session's steps in order, without those that a roll back has undone. Numbers only grow."""
 
     def __init__(self) -> None:
         self._steps: list[RecordedStep] = []
+        self.last_number = 0
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -77,8 +79,20 @@ class Recording:
         """Over the steps that there are now; adding meanwhile is safe."""
         return iter(tuple(self._steps))
 
+    @property
+    def answered(self) -> int:
+        """Nobody needs another answer to the steps up to this number."""
+        return next((step.number - 1 for step in self._steps if not step.is_answered), self.last_number)
+
+    @property
+    def unanswered(self) -> list[RecordedStep]:
+        """The steps whose answers are due."""
+        return [step for step in self._steps if not step.is_answered]
+
     def add(self, step: RecordedStep) -> None:
-        """Keep a step; rows recorded at or after its position are forgotten: it overwrites them."""
+        """Number and keep a step; rows recorded at or after its position are forgotten: it overwrites them."""
+        self.last_number += 1
+        step.number = self.last_number
         while self._steps and self._steps[-1].position >= step.position:
             self._steps.pop()
         if self._steps and self._steps[-1].end > step.position:
@@ -86,12 +100,26 @@ class Recording:
         self._steps.append(step)
 
 
+def wants_before(want: Want, want_rows: tuple[int, ...], rows: int) -> tuple[Want, tuple[int, ...]]:
+    """What is still wanted of a step of which only the first `rows` rows are kept; its last row is not among them.
+
+    Matters where the last hop draws: a row that was drawn for and kept is drawn for again in a replay.
+    """
+    match want:
+        case Want.ALL:
+            return Want.LIST, tuple(range(rows))
+        case Want.LIST if kept := tuple(row for row in want_rows if row < rows):
+            return Want.LIST, kept
+    return Want.NONE, ()
+
+
 def _cut(step: RecordedStep, position: int) -> None:
-    """Keep the rows before `position`. Nothing is wanted of them: what the last row drew is undone with it."""
+    """Keep the rows before `position`. Nobody waits for their answer: the last row is undone."""
     row_bytes = len(step.payload) // step.rows
     step.rows = position - step.position
     step.payload = memoryview(step.payload)[: step.rows * row_bytes]
-    step.want, step.want_rows, step.answer = Want.NONE, (), None
+    step.want, step.want_rows = wants_before(step.want, step.want_rows, step.rows)
+    step.answer = None
 
 
 def widened(payload: Buffer, wire: WireDtype) -> Buffer:

@@ -56,18 +56,21 @@ class Record:
 class Sealer:
     """Seals records in the order in which they go to the wire; the order is the nonce."""
 
-    __slots__ = ("_cipher", "_num_records", "is_padded")
+    __slots__ = ("_cipher", "_num_records", "is_padded", "max_payload")
 
-    def __init__(self, cipher: CipherState, *, is_padded: bool = False) -> None:
+    def __init__(
+        self, cipher: CipherState, *, is_padded: bool = False, max_payload: int = MAX_PAYLOAD
+    ) -> None:
         self._cipher = cipher
         self._num_records = 0
         self.is_padded = is_padded
+        self.max_payload = max_payload
 
     def pad_for(self, size: int, *, is_whole: bool) -> int:
         """Zeros to add to the last payload of a message: to a step of 256 B, or to a full record."""
         if not self.is_padded:
             return 0
-        return min(-size % PAD_STEP if is_whole else MAX_PAYLOAD, MAX_PAYLOAD - size)
+        return min(-size % PAD_STEP if is_whole else self.max_payload, self.max_payload - size)
 
     def seal_into(
         self, out: memoryview, kind: int, flags: int, message_id: int, pieces: Sequence[Buffer], pad: int = 0

@@ -24,6 +24,10 @@ KEY_SIZE = 32
 PROOF_SIZE = 32
 MAX_ENTRY_SIZE = 16 << 10  # room for 300 biases in `sampling`
 MAX_HOPS = 128
+# Purposes of a proof.
+ATTACH = b"attach"
+CANCEL = b"cancel"  # the session ends, here and down the chain
+LEAVE = b"leave"  # a later route does without this node: it frees the session, those after it do not
 MAX_NEXT = 4  # ways to the next hop: direct, and through the sentinels that it has reservations at
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ENTRY_DOMAIN = b"diffuse/hop-entry/1"
@@ -127,6 +131,8 @@ def encode_entry(entry: HopEntry) -> bytes:
     }
     if entry.resumes:
         fields["re"] = True
+    if entry.answered:
+        fields["an"] = entry.answered
     if entry.next_hop is not None:
         fields["nx"] = [address_item(address) for address in (entry.next_hop, *entry.next_alternatives)]
     if entry.sampling is not None:
@@ -157,6 +163,7 @@ def decode_entry(content: bytes) -> HopEntry:
         next_hop=next_hops[0] if next_hops else None,
         next_alternatives=next_hops[1:],
         resumes=fields.flag("re"),
+        answered=fields.integer("an", 0, U32, default=0),
         answer_key=_optional_blob(fields, "ak", KEY_SIZE),
         run_opening=fields.flag("ro"),
         run_closing=fields.flag("rc"),

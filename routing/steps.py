@@ -26,7 +26,7 @@ _COUNTS = struct.Struct(">HH")
 _DEADLINE_UNIT_MS = 100
 _WANTS = {int(want): want for want in Want}
 _KINDS = {int(kind): kind for kind in AnswerKind}
-_KNOWN_FLAGS = int(StepFlag.TRACE | StepFlag.TOKEN_IDS | StepFlag.SEALED)
+_KNOWN_FLAGS = int(StepFlag.TRACE | StepFlag.TOKEN_IDS | StepFlag.SEALED | StepFlag.REPLAY)
 _FLAGS = tuple(
     StepFlag(bits) for bits in range(_KNOWN_FLAGS + 1)
 )  # a table, since calling an IntFlag is slow

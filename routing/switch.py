@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from routing.link import Link
-from routing.types import Cancel, Hop, NodeId
+from routing.measurements import Measured
+from routing.types import Answer, Cancel, Hop, NodeId, Route
 
 if TYPE_CHECKING:
     from routing.chain import Chain
@@ -24,8 +26,11 @@ class Switch(Protocol):
     def forget(self, chain: Chain) -> None:
         """Stop doing so."""
 
-    async def reach(self, hop: Hop) -> Link:
-        """A live link to the node of `hop`; raises RemoteError."""
+    async def reach(self, hop: Hop, timeout_s: float) -> Link:
+        """A live link to the node of `hop`; raises RemoteError, LinkError TIMEOUT when it takes too long."""
+
+    def reach_soon(self, hop: Hop) -> None:
+        """Get a link to the node of `hop` in the background, if it can be had."""
 
     def live_link(self, node_id: NodeId) -> Link | None:
         """A link that is up now, without dialling."""
@@ -35,3 +40,15 @@ class Switch(Protocol):
 
     def note_loss(self, node_id: NodeId) -> None:
         """A node was found gone or silent."""
+
+    def note_doubt(self, node_id: NodeId) -> None:
+        """A node failed a session: others should do without it for a moment, if they can."""
+
+    def note_pause(self, pause_s: float) -> None:
+        """A session held still for so long, from noticing trouble to a route that holds again."""
+
+    def note_answer(self, route: Route, rows: int, answer: Answer, waited_s: float) -> None:
+        """A step of `rows` rows was answered over this route."""
+
+    def measured(self, model_digest: bytes) -> Mapping[NodeId, Measured]:
+        """How fast nodes were of late."""

@@ -1,7 +1,8 @@
 """The gateway's links and who on this side each arriving message concerns.
 
-Answers and failures go to the chain of their session, descriptions to the directory, lost links to both. Knows
-nothing of what a step holds.
+Answers, failures and the like go to the chain of their session, descriptions to the directory, lost links to both.
+What one session learns of nodes, the next plan knows: who failed, and how fast they are. Knows nothing of what a
+step holds.
 """
 
 from __future__ import annotations
@@ -9,36 +10,62 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections import deque
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+from routing.background import Background
 from routing.chain import Chain
 from routing.directory import Directory
 from routing.endpoint import Endpoint
-from routing.errors import RemoteError
+from routing.errors import NoRouteError, RemoteError
 from routing.link import Link
+from routing.measurements import Measured, Measurements
 from routing.opening import ChainOptions
 from routing.planner import RouteRequest, plan_route
-from routing.types import Answer, Cancel, Description, Failure, Hop, Message, NodeId, Route, SessionId
+from routing.types import (
+    Answer,
+    Cancel,
+    Description,
+    Failure,
+    Hop,
+    Message,
+    NodeId,
+    Resumed,
+    Route,
+    SessionId,
+    Standing,
+)
 
 logger = logging.getLogger(__name__)
 
 # Cancels kept for a node that cannot be reached. It may be stopped, and come back with its sessions; those that it
 # lost the gateway's link of expire there after two minutes anyway.
 MAX_OWED = 256
+# A node that failed one session is left out by the others for so long, where they can do without it. A directory
+# that found it gone does not offer it any longer anyway; this is for what only its work shows.
+DOUBT_S = 10.0
+REACH_SOON_S = 10.0  # for a link that is a gain, not a need
 
 
 @dataclass(slots=True)
 class Switchboard:
     """Dispatches what arrives on the gateway's links; opens chains.
 
-    Built before its endpoint (which delivers to it) and connected to it afterwards.
+    Built before its endpoint (which delivers to it) and connected to it afterwards. `on_pause` hears for how long, in
+    seconds, an answer stood still while another route took over.
     """
 
+    on_pause: Callable[[float], None] | None = None
+    measurements: Measurements = field(default_factory=Measurements)
     _chains: dict[SessionId, Chain] = field(default_factory=dict)
     _owed: dict[NodeId, deque[Cancel]] = field(default_factory=dict)
     _endpoint: Endpoint | None = None
     _directory: Directory | None = None
+    _doubted_at: dict[NodeId, float] = field(default_factory=dict)  # time.monotonic()
+    _background: Background = field(default_factory=Background)
 
     def connect(self, endpoint: Endpoint, directory: Directory) -> None:
         """Give the switchboard the links it dispatches for."""
@@ -62,7 +89,7 @@ class Switchboard:
         """Plan, open and register one session's chain. Raises NoRouteError or RemoteError."""
 
         def replan(excluded: frozenset[NodeId], previous: Route | None) -> Route:
-            return plan_route(self.directory.records(), _narrowed(request, excluded, previous))
+            return self._plan(_narrowed(request, excluded, previous))
 
         chain = Chain(self, replan, options, new_secret=secrets.token_bytes)
         try:
@@ -71,6 +98,44 @@ class Switchboard:
             await chain.close()
             raise
         return chain
+
+    def is_in_use(self, link: Link) -> bool:
+        """Whether a session runs over this link."""
+        return any(chain.uses(link) for chain in self._chains.values())
+
+    async def close(self) -> None:
+        """Give up dialling in the background."""
+        await self._background.close()
+
+    def _plan(self, request: RouteRequest) -> Route:
+        """A route without the nodes that failed somebody a moment ago, if there is one. Raises NoRouteError."""
+        records = self.directory.records()
+        measured = self.measurements.of(request.model_digest)
+        sessions = self._sessions()
+        if doubted := self._doubted() - request.excluded:
+            with contextlib.suppress(NoRouteError):
+                spared = replace(request, excluded=request.excluded | doubted)
+                return plan_route(records, spared, measured=measured, sessions=sessions)
+        return plan_route(records, request, measured=measured, sessions=sessions)
+
+    def _network_ms(self, route: Route) -> float:
+        """What a step spends between machines: half our round trips to both ends, and what its hops are apart.
+
+        That is guessed from our own round trips to them: no nearer to each other than the nearer of two is to us.
+        """
+        links = [self.live_link(hop.address.node_id) for hop in route.hops]
+        rtts = [link.rtt_ms or 0.0 if link is not None else 0.0 for link in links]
+        return (rtts[0] + rtts[-1] + sum(min(pair) for pair in pairwise(rtts))) / 2
+
+    def _sessions(self) -> Mapping[NodeId, int]:
+        """How many of our sessions are on each node."""
+        routes = [chain.route for chain in self._chains.values()]
+        return Counter(hop.address.node_id for route in routes if route is not None for hop in route.hops)
+
+    def _doubted(self) -> frozenset[NodeId]:
+        since = time.monotonic() - DOUBT_S
+        self._doubted_at = {node_id: at for node_id, at in self._doubted_at.items() if at > since}
+        return frozenset(self._doubted_at)
 
     # What a chain needs (chain.Switch) ------------------------------------------------------------------------
 
@@ -84,8 +149,13 @@ class Switchboard:
     def forget(self, chain: Chain) -> None:
         self._chains.pop(chain.session_id, None)
 
-    async def reach(self, hop: Hop) -> Link:
-        return await self._live_endpoint.dial(hop.address)  # a live link, if it is not silent
+    async def reach(self, hop: Hop, timeout_s: float) -> Link:
+        ways = (hop.address, *hop.alternatives)
+        return await self._live_endpoint.reach(ways, timeout_s=timeout_s)  # a live link, if it is not silent
+
+    def reach_soon(self, hop: Hop) -> None:
+        name = f"link to {hop.address.node_id.hex()[:8]}"
+        self._background.spawn(self.reach(hop, REACH_SOON_S), name)  # `on_link_up` tells the chains
 
     def live_link(self, node_id: NodeId) -> Link | None:
         return next((link for link in self._live_endpoint.links_to(node_id) if not link.is_closed), None)
@@ -101,6 +171,25 @@ class Switchboard:
     def note_loss(self, node_id: NodeId) -> None:
         self.directory.note_loss(node_id)
 
+    def note_doubt(self, node_id: NodeId) -> None:
+        self._doubted_at[node_id] = time.monotonic()
+
+    def note_pause(self, pause_s: float) -> None:
+        if self.on_pause is not None:
+            self.on_pause(pause_s)
+
+    def note_answer(self, route: Route, rows: int, answer: Answer, waited_s: float) -> None:
+        self.measurements.note_step(
+            route.hops,
+            rows,
+            answer.traces,
+            waited_ms=waited_s * 1000,
+            network_ms=self._network_ms(route),
+        )
+
+    def measured(self, model_digest: bytes) -> Mapping[NodeId, Measured]:
+        return self.measurements.of(model_digest)
+
     # What the links tell (link.LinkReceiver) ------------------------------------------------------------------
 
     def on_message(self, link: Link, message: Message) -> None:
@@ -111,6 +200,12 @@ class Switchboard:
             case Failure():
                 if chain := self._chains.get(message.session_id):
                     chain.take_failure(link.peer_id, message)
+            case Resumed():
+                if chain := self._chains.get(message.session_id):
+                    chain.take_resumed(link.peer_id, message)
+            case Standing():
+                if chain := self._chains.get(message.session_id):
+                    chain.take_standing(link.peer_id, message)
             case Description():
                 self.directory.note_description(link, message)
             case _:
@@ -119,10 +214,13 @@ class Switchboard:
                 )
 
     def on_link_up(self, link: Link) -> None:
-        """Say what could not be said while the node was away."""
+        """Say what could not be said while the node was away; tell the chains that go through it."""
+        self._doubted_at.pop(link.peer_id, None)
         for cancel in self._owed.pop(link.peer_id, ()):
             with contextlib.suppress(RemoteError):
                 link.post(cancel)
+        for chain in tuple(self._chains.values()):
+            chain.take_link_up(link)
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
         if self.live_link(link.peer_id) is None:
@@ -137,7 +235,7 @@ class Switchboard:
 
 
 def _narrowed(request: RouteRequest, excluded: frozenset[NodeId], previous: Route | None) -> RouteRequest:
-    """The request of a re-plan: the weights and forms that this answer began with."""
+    """The request of a re-plan: the weights and forms that this answer began with, and who holds what of it."""
     hashes: dict[int, bytes] = dict(request.known_hashes or {})
     forms = set(request.forms)
     for hop in previous.hops if previous else ():
@@ -146,6 +244,12 @@ def _narrowed(request: RouteRequest, excluded: frozenset[NodeId], previous: Rout
         )
         hashes |= {n: offered[n] for n in range(hop.spec.start, hop.spec.end) if n in offered}
         forms.add(hop.offer.form)
+    excluded = request.excluded | excluded
+    held = {hop.address.node_id: hop.spec for hop in previous.hops} if previous else {}
     return replace(
-        request, excluded=request.excluded | excluded, known_hashes=hashes or None, forms=frozenset(forms)
+        request,
+        excluded=excluded,
+        known_hashes=hashes or None,
+        forms=frozenset(forms),
+        held={node_id: spec for node_id, spec in held.items() if node_id not in excluded},
     )

@@ -48,6 +48,7 @@ class StepFlag(IntFlag):
     TRACE = 1  # a trailer per hop follows the payload
     TOKEN_IDS = 2  # the payload is int32 token ids, not hidden states (thin mode)
     SEALED = 4  # the answer payload is sealed for the gateway (it comes back down the chain)
+    REPLAY = 8  # a step of before a re-route once more: numbers that a roll-back undid are left out
 
 
 class AnswerKind(IntEnum):
@@ -130,6 +131,7 @@ class HopEntry:
     next_hop: NodeAddress | None = None  # None on the last hop
     next_alternatives: tuple[NodeAddress, ...] = ()  # other ways to the same next node, tried in order
     resumes: bool = False  # after a re-route: keep what is held, and tell the hop before from where to repeat
+    answered: int = 0  # last hop: the gateway has the answers of all steps up to this one
     answer_key: bytes = field(default=b"", repr=False)  # 32 B, last hop only
     run_opening: bool = False
     run_closing: bool = False
@@ -207,21 +209,33 @@ class Inquire:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a session is at one hop: the last step computed, and the next one expected to arrive."""
+    """How far a session is at one hop: the last step computed, and the next one expected to arrive.
+
+    `busy_ms` is for how long its compute thread has been at what it does now, whoever's step that is.
+    """
 
     session_id: SessionId
     epoch: int
     hop: int
     last_done: int
     next_step: int
+    busy_ms: int = 0  # 0: it does nothing
+    busy_rows: int = 0  # 0: not a step; it loads or measures
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What one peer knows: (first 8 B of a node id, sequence) of each record. `is_reply` ends the exchange."""
+    """What one peer knows: (first 8 B of a node id, sequence) of each record. `is_reply` ends the exchange.
+
+    It speaks of the ids from `first` to `last` (8 B each, both included), so that a large table is compared a
+    part at a time. `doubts` are prefixes of nodes that the sender itself found dead: a reason to look, no more.
+    """
 
     entries: tuple[tuple[bytes, int], ...]
     is_reply: bool = False
+    first: bytes = b"\x00" * 8
+    last: bytes = b"\xff" * 8
+    doubts: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

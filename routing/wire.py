@@ -247,6 +247,8 @@ def _standing_fields(message: Standing) -> dict[str, object]:
         "h": message.hop,
         "d": message.last_done,
         "n": message.next_step,
+        "b": message.busy_ms,
+        "r": message.busy_rows,
     }
 
 
@@ -257,6 +259,8 @@ def _read_standing(fields: MapReader) -> Standing:
         hop=fields.integer("h", 0, MAX_HOPS),
         last_done=fields.integer("d", 0, U32),
         next_step=fields.integer("n", 0, U32),
+        busy_ms=fields.integer("b", 0, U32, default=0),
+        busy_rows=fields.integer("r", 0, U16, default=0),
     )
 
 

@@ -66,10 +66,17 @@ class RangesIgnoredError(ModelError):
     """The server answers a range request with the whole file, which is not read."""
 
 
-def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_progress) -> Checkpoint:
+def open_hub(
+    model: str,
+    cache_dir: Path | None = None,
+    progress: Progress = no_progress,
+    *,
+    may_fetch: bool = True,
+) -> Checkpoint:
     """Open "org/name" or "org/name@revision": fetch its small files and its shards' headers, no weights.
 
-    Raises `ModelError`, its text saying what to do (a wrong name, a gate, no network).
+    Without `may_fetch` the hub is never asked, now or later: what is not here yet is an error. Raises `ModelError`,
+    its text saying what to do (a wrong name, a gate, no network).
     """
     repo, _, revision = model.partition("@")
     with explained(model):
@@ -77,6 +84,7 @@ def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_
             repo,
             revision=revision or None,
             allow_patterns=SMALL_FILES,
+            local_files_only=not may_fetch,
             tqdm_class=_reporting_bar(no_progress),
         )
     folder = Path(small_files)
@@ -84,7 +92,8 @@ def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_
     index = folder / INDEX_NAME
     shard_of = read_index(index) if index.is_file() else None
     names = sorted(set(shard_of.values())) if shard_of is not None else [SINGLE_NAME]
-    shards = HubShards(model, repo, folder, cache_root(cache_dir) / "hub" / repo.replace("/", "--"), progress)
+    store = cache_root(cache_dir) / "hub" / repo.replace("/", "--")
+    shards = HubShards(model, repo, folder, store, progress, may_fetch=may_fetch)
     with ThreadPoolExecutor(NUM_HEADERS_AT_ONCE) as pool:
         headers = dict(zip(names, pool.map(shards.open, names), strict=True))
     if shard_of is None:
@@ -99,12 +108,22 @@ def open_hub(model: str, cache_dir: Path | None = None, progress: Progress = no_
 class HubShards:
     """The weight files of one model at one commit: fetched range by range into the cache."""
 
-    def __init__(self, model: str, repo: str, folder: Path, store: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        model: str,
+        repo: str,
+        folder: Path,
+        store: Path,
+        progress: Progress,
+        *,
+        may_fetch: bool = True,
+    ) -> None:
         self.model = model
         self.repo = repo
         self.folder = folder  # the hub cache's snapshot; its name is the commit, so the content never changes
         self.store = store / folder.name
         self.progress = progress
+        self.may_fetch = may_fetch
         self.wait: Callable[[float], None] = time.sleep
 
     def open(self, shard: str) -> dict[str, TensorRange]:
@@ -148,6 +167,8 @@ class HubShards:
     def _bring(self, file: SparseFile, wanted: list[Range], meter: _Meter | None = None) -> None:
         """Download what of `wanted` is missing, a few pieces at a time; the caller holds the file's lock."""
         missing = file.missing(wanted)
+        if missing and not self.may_fetch:
+            raise ModelError(f"{self.model} is not fully here; name it with --model, and it is fetched")
         noting = threading.Lock()
 
         def bring_piece(piece: Range) -> None:

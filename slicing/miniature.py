@@ -32,6 +32,7 @@ from slicing.ends import EndNames, Parts, learn_ends, needed_parameters
 from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache
 from slicing.shrink import num_layers_of_one_period, small_configs
 from slicing.stacks import (
+    BUILDING,
     BlockStack,
     CannotCut,
     block_kinds,
@@ -234,7 +235,7 @@ def _build_miniature(config: PretrainedConfig, kinds: Sequence[object]) -> PreTr
 
 
 def _with_random_weights(config: PretrainedConfig) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
+    with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
         stored = persistent_names(model)

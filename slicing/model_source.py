@@ -18,12 +18,16 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def open_checkpoint(
-    model: str, *, cache_dir: Path | None = None, progress: Progress | None = None
+    model: str,
+    *,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    may_fetch: bool = True,
 ) -> Checkpoint:
     """Open a folder, a .gguf file, an alias of a packaged model ("smollm2") or "org/name[@revision]".
 
     Reads configuration and headers, no weights; a GGUF file is converted on first use. `progress` is told of
-    conversions and downloads. Raises `ModelError`, its text saying what to do.
+    conversions and downloads. Without `may_fetch` no hub is asked. Raises `ModelError`, its text saying what to do.
     """
     progress = progress or no_progress
     path = Path(model).expanduser()
@@ -34,7 +38,7 @@ def open_checkpoint(
     if model in PACKAGED:
         return open_folder(converted_folder(packaged_gguf(model, cache_dir), cache_dir, progress), model)
     if HUB_ID.fullmatch(model):
-        return open_hub(model, cache_dir, progress)
+        return open_hub(model, cache_dir, progress, may_fetch=may_fetch)
     raise ModelError(
         f"there is no model {model!r}: name a folder, a .gguf file, a hub id like org/name, "
         f"or one of {', '.join(sorted(PACKAGED))}"

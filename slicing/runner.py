@@ -77,13 +77,15 @@ class PlainRunner:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
+        weightless: PreTrainedModel | None = None,
     ) -> PlainRunner:
         """Check that the model can be cut, then read the tensors of `parts`, and no others.
 
-        Raises `CannotCut` with the reason, or `ModelError` when the checkpoint lacks something.
+        `weightless` is the model from `build_weightless`, where it was built elsewhere (see there). Raises `CannotCut`
+        with the reason, or `ModelError` when the checkpoint lacks something.
         """
         report = check_cut(checkpoint.config)
-        model = build_weightless(checkpoint.config, dtype)
+        model = weightless if weightless is not None else build_weightless(checkpoint.config, dtype)
         stack = find_stack(model)
         wanted = needed_parameters(stack, report.ends, parts)
         weights = load_parameters(

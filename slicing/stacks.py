@@ -6,6 +6,7 @@ Knows nothing of how a call is cut (`block_slice`) or of where weights come from
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from transformers.initialization import no_init_weights
 from slicing.errors import ModelError
 
 MIN_BLOCKS = 2
+# transformers turns initialisation off and on for the whole process: two threads at once would leave it off for good.
+BUILDING = threading.RLock()
 _IS_INITIALIZED = "_is_hf_initialized"  # the mark by which transformers leaves a tensor or module alone
 
 
@@ -46,18 +49,20 @@ def build_weightless(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
     """Build the stock causal language model for `config`: parameters on the meta device, computed buffers real.
 
     Buffers that no checkpoint holds (rotary frequencies, embedding scales) are computed on the CPU by the class's own
-    initialisation, as stock loading does it. Raises `CannotCut` when transformers has no such class.
+    initialisation, as stock loading does it. While a model is built, `dtype` is the default type of the whole process:
+    for one other than float32 call this where nothing computes. Raises `CannotCut` when transformers has no such class.
     """
     config = copy.deepcopy(config)
     try:
-        with torch.device("meta"), no_init_weights():
+        with BUILDING, torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, AssertionError) as error:
         raise CannotCut(
             f"transformers builds no causal language model from a {type(config).__name__}: {first_line(error)}"
         ) from error
-    model.tie_weights()
-    _compute_buffers(model)
+    with BUILDING:
+        model.tie_weights()
+        _compute_buffers(model)
     return model.eval().requires_grad_(False)
 
 

@@ -38,16 +38,19 @@ class ChatCompletions:
         arrived = time.perf_counter()
         asked = parse_chat(await read_json_object(request, self._limits))
         self._check_choices(asked)
-        answering = await self._begin(asked, request_id_of(request.scope), arrived)
+        beginning = self._begin(asked, request_id_of(request.scope), arrived)
+        answering = await until_disconnect(request.receive, beginning)
         if asked.stream:
             return EventStream(answering.frames(asked), partial(self._gateway.failure, request.scope))
         return await until_disconnect(request.receive, answering.whole())
 
     async def _begin(self, asked: ChatRequest, request_id: str, arrived: float) -> Answering:
-        engine = self._gateway.ready_engine(asked.model)
+        own = self._gateway.settings.route
+        route = own if asked.diffuse is None else asked.diffuse.over(own)
+        engine = await self._gateway.ready_engine(asked.model)
         completion_id = f"chatcmpl-{secrets.token_hex(12)}"
         deadline_s = self._gateway.settings.request_timeout_s or None
-        planned = await plan_generation(asked, engine, completion_id, deadline_s=deadline_s)
+        planned = await plan_generation(asked, engine, completion_id, deadline_s=deadline_s, route=route)
         meter = RequestMeter(
             self._gateway.metrics,
             model=engine.model_name,

@@ -79,6 +79,14 @@ class Choice(Lenient):
     finish_reason: Literal["stop", "length"]
 
 
+class RouteHopField(Lenient):
+    """One hop of the route: the first digits of the node's id, its layers (half-open), and how it is reached."""
+
+    node: str
+    layers: tuple[int, int]
+    path: Literal["direct", "relayed"]
+
+
 class ChatCompletion(Lenient):
     """The whole answer of a request without `stream`."""
 
@@ -92,6 +100,7 @@ class ChatCompletion(Lenient):
     service_tier: Literal["default"] = "default"
     timings: AnswerTimings
     replays: int = 0
+    route: list[RouteHopField]
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
@@ -114,6 +123,20 @@ def total_timings(timings: Sequence[Timings]) -> Timings:
         for name in names
     }
     return Timings(**merged)
+
+
+def route_of(end: Finished) -> list[RouteHopField]:
+    """The route that an answer ended on."""
+    return [
+        RouteHopField(
+            node=hop.node, layers=(hop.start, hop.end), path="relayed" if hop.is_relayed else "direct"
+        )
+        for hop in end.route
+    ]
+
+
+def _as_json(route: Sequence[RouteHopField]) -> list[dict[str, Any]]:
+    return [hop.model_dump(mode="json") for hop in route]
 
 
 class ChatReply:
@@ -141,6 +164,7 @@ class ChatReply:
             system_fingerprint=ends[0].fingerprint,
             timings=AnswerTimings(**asdict(total_timings([end.timings for end in ends]))),
             replays=sum(end.replays for end in ends),
+            route=route_of(ends[0]),
         )
 
     def role_chunk(self, index: int) -> dict[str, Any]:
@@ -157,13 +181,15 @@ class ChatReply:
     def finish_chunk(self, index: int, end: Finished) -> dict[str, Any]:
         self.fingerprint = end.fingerprint or self.fingerprint
         chunk = self._chunk(index, {}, end.reason)
-        return chunk | {"timings": asdict(end.timings) | {"replays": end.replays}, "replays": end.replays}
+        told = {"timings": asdict(end.timings) | {"replays": end.replays}, "replays": end.replays}
+        return chunk | told | {"route": _as_json(route_of(end))}
 
     def usage_chunk(self, ends: Sequence[Finished]) -> dict[str, Any]:
         timings = asdict(total_timings([end.timings for end in ends]))
         replays = sum(end.replays for end in ends)
         counted = {"choices": [], "usage": self._usage_of(ends).model_dump()}
-        return self._envelope() | counted | {"timings": timings | {"replays": replays}, "replays": replays}
+        told = {"timings": timings | {"replays": replays}, "replays": replays}
+        return self._envelope() | counted | told | {"route": _as_json(route_of(ends[0]))}
 
     def _usage_of(self, ends: Sequence[Finished]) -> Usage:
         return usage(ends[0].prompt_tokens, sum(end.completion_tokens for end in ends))

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from app.engine.merge import StoppedError
-from app.engine.request import ModelStatus, RequestError
+from app.engine.request import ModelStatus, ModelUnavailableError, RequestError
 from routing.errors import ErrorCode, LinkError, NoRouteError, ProtocolError, RemoteError, SecurityError
 from slicing.errors import LogitsError
 
@@ -79,16 +79,20 @@ def unsupported(param: str, message: str) -> ApiError:
     return invalid(param, message, code="unsupported_parameter")
 
 
-def unavailable(code: str, message: str, retry_s: int) -> ApiError:
+def unavailable(code: str, message: str, retry_s: int, *, param: str | None = None) -> ApiError:
     """Not now: try again after `retry_s` seconds."""
-    return ApiError(503, code, message, headers={"retry-after": str(min(max(retry_s, 1), MAX_RETRY_S))})
+    headers = {"retry-after": str(min(max(retry_s, 1), MAX_RETRY_S))}
+    return ApiError(503, code, message, param=param, headers=headers)
 
 
 def not_ready(model: str, status: ModelStatus) -> ApiError:
-    """The model cannot answer now: it is loading, or layers have no node."""
+    """The model cannot answer now: it is loading, cannot be opened, or layers have no node."""
     if status.state == "loading":
         return unavailable("model_loading", f"the model `{model}` is still loading", ROUTE_RETRY_S)
-    return from_exception(NoRouteError(status.missing, model, status.missing_ends))
+    if status.state == "failed":
+        return unavailable("model_failed", f"the model `{model}`: {status.reason}", MAX_RETRY_S)
+    message = _no_route(NoRouteError(status.missing, model, status.missing_ends))
+    return unavailable("no_route", f"{message}; {status.reason}" if status.reason else message, ROUTE_RETRY_S)
 
 
 def internal(request_id: str) -> ApiError:
@@ -107,8 +111,11 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
             return error
         case RequestError():
             return ApiError(error.status, error.code, error.message, param=error.param)
+        case ModelUnavailableError():
+            return unavailable(error.code, error.message, error.retry_s, param=error.param)
         case NoRouteError():
-            return unavailable("no_route", _no_route(error), ROUTE_RETRY_S)
+            param = "diffuse" if error.reason and not error.missing else None
+            return unavailable("no_route", _no_route(error), ROUTE_RETRY_S, param=param)
         case RemoteError():
             return _from_network(error)
         case HTTPException():
@@ -128,7 +135,7 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
 def _no_route(error: NoRouteError) -> str:
     if error.missing_ends:
         return f"{error}; with --ends remote the first and last node are started with --hold-ends"
-    return f"{error}; start one, or wait for it" if error.missing else "no whole route exists now"
+    return f"{error}; start one, or wait for it" if error.missing else str(error)
 
 
 def is_client_gone(error: BaseException) -> bool:

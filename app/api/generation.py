@@ -14,11 +14,17 @@ from typing import Any
 from app.api.errors import ApiError, invalid
 from app.api.protocol import ChatRequest
 from app.engine.request import GenerationRequest, TextEngine
+from app.engine.route_options import ANY_ROUTE, RouteOptions
 from slicing.sampler import SamplingParams
 
 
 async def plan_generation(
-    asked: ChatRequest, engine: TextEngine, request_id: str, *, deadline_s: float | None = None
+    asked: ChatRequest,
+    engine: TextEngine,
+    request_id: str,
+    *,
+    deadline_s: float | None = None,
+    route: RouteOptions = ANY_ROUTE,
 ) -> tuple[GenerationRequest, ...]:
     """Return one engine request per choice. Raises `ApiError` or `RequestError` for what does not fit the model."""
     sampling = sampling_params(asked, engine)
@@ -37,6 +43,7 @@ async def plan_generation(
         stop_token_ids=frozenset() if asked.ignore_eos else tokenizer.stop_token_ids,
         deadline_s=deadline_s,
         continues_text=asked.continues_text,
+        route=route,
     )
     return tuple(
         replace(first, request_id=f"{request_id}-{index}", sampling=replace(sampling, stream=index))

@@ -25,6 +25,7 @@ class ModelReadiness(Lenient):
     status: ModelState
     layers: int
     missing_layers: list[tuple[int, int]]
+    reason: str | None = None
 
 
 class ReadyReport(Lenient):
@@ -54,11 +55,14 @@ class Health:
         return JSONResponse(report.model_dump(), status_code=503 if is_draining else 200)
 
     async def ready(self, request: Request) -> Response:
-        """Say whether every layer of every model (or of `?model=`) has a node: 200, or 503 with what is missing."""
+        """Say whether every listed model (or `?model=`) can answer: 200, or 503 with what is missing.
+
+        A model whose ends the first request will load counts as one that can.
+        """
         asked = request.query_params.get("model")
-        engines = {asked: self._gateway.engine(asked)} if asked else self._gateway.engines
-        statuses = {name: engine.coverage() for name, engine in engines.items()}
-        is_whole = bool(statuses) and all(status.is_ready for status in statuses.values())
+        known = {asked: self._gateway.model(asked)} if asked else {m.name: m for m in self._gateway.listed()}
+        statuses = {name: model.status for name, model in known.items()}
+        is_whole = bool(statuses) and all(status.can_answer for status in statuses.values())
         is_ready = is_whole and not (self._gateway.is_draining or self._gateway.is_loading)
         report = ReadyReport(
             status="ready" if is_ready else "loading" if self._gateway.is_loading else "not_ready",
@@ -77,4 +81,9 @@ class Health:
 
 
 def _describe(status: ModelStatus) -> ModelReadiness:
-    return ModelReadiness(status=status.state, layers=status.num_layers, missing_layers=list(status.missing))
+    return ModelReadiness(
+        status=status.state,
+        layers=status.num_layers,
+        missing_layers=list(status.missing),
+        reason=status.reason or None,
+    )

@@ -7,8 +7,9 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.api.errors import ApiError, not_ready
 from app.api.messages import Lenient
-from app.engine.request import ModelState, TextEngine
+from app.engine.request import KnownModel, ModelState
 from app.gateway import Gateway
 
 PATH = "/v1/models"
@@ -35,13 +36,22 @@ class ModelCard(Lenient):
     layers: int
     layers_covered: int
     missing_layers: list[tuple[int, int]]
+    reason: str | None = None
+
+
+class UnservedModel(Lenient):
+    """A name that nodes announce and that is not served here."""
+
+    id: str
+    reason: str
 
 
 class ModelList(Lenient):
-    """Every model that this gateway knows."""
+    """Every model that this gateway serves, and what else nodes announce."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    unserved: list[UnservedModel]
 
 
 class Models:
@@ -51,25 +61,35 @@ class Models:
         self._gateway = gateway
 
     async def index(self, request: Request) -> Response:
-        """List the models; `status` says which can answer now."""
-        data = [describe_model(name, engine) for name, engine in self._gateway.engines.items()]
-        return JSONResponse(ModelList(data=data).model_dump())
+        """List the models; `status` says which can answer now. One that was found is listed while it has a route."""
+        data = [describe_model(known.name, known) for known in self._gateway.listed()]
+        unserved = [
+            UnservedModel(id=name, reason=reason) for name, reason in self._gateway.library.unserved().items()
+        ]
+        return JSONResponse(ModelList(data=data, unserved=unserved).model_dump())
 
     async def retrieve(self, request: Request) -> Response:
         """Describe one model, under the id or alias that was asked for."""
         name = request.path_params["model"]
-        return JSONResponse(describe_model(name, self._gateway.engine(name)).model_dump())
+        known = self._gateway.model(name)
+        if not known.is_listed:
+            why = not_ready(known.name, known.status)
+            raise ApiError(
+                404, "model_not_found", f"{why.message}; it is not listed until then", param="model"
+            )
+        return JSONResponse(describe_model(name, known).model_dump())
 
 
-def describe_model(name: str, engine: TextEngine) -> ModelCard:
+def describe_model(name: str, known: KnownModel) -> ModelCard:
     """Describe a model under `name`, as it is at this moment."""
-    status = engine.coverage()
+    status = known.status
     return ModelCard(
         id=name,
-        created=engine.tokenizer.created,
-        max_model_len=engine.max_positions,
+        created=known.created,
+        max_model_len=known.max_positions,
         status=status.state,
         layers=status.num_layers,
         layers_covered=status.layers_covered,
         missing_layers=list(status.missing),
+        reason=status.reason or None,
     )

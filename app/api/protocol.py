@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 
 from app.api.errors import from_validation, invalid, unsupported
 from app.api.messages import Lenient, Messages, continues_last, refuse, refuse_order
+from app.api.routing_field import RoutingField
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # each is looked for at every character of the answer
@@ -134,6 +135,8 @@ class ChatRequest(Lenient):
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Flag] | None, Field(max_length=MAX_VARIABLES)] = None
+
+    diffuse: RoutingField | None = None
 
     @field_validator("logit_bias")
     @classmethod

@@ -10,12 +10,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from app.engine.route_options import ANY_ROUTE, RouteOptions
+
 if TYPE_CHECKING:
     from app.engine.tokenizer import ChatTokenizer
     from slicing.sampler import SamplingParams
 
 FinishReason = Literal["stop", "length"]
-ModelState = Literal["ready", "partial", "loading"]
+# "available": a whole route exists, the ends are loaded by the first request. "failed": they could not be.
+ModelState = Literal["ready", "available", "partial", "loading", "failed"]
 
 
 class RequestError(Exception):
@@ -30,6 +33,20 @@ class RequestError(Exception):
         self.code = code
         self.message = message
         self.status = status
+
+
+class ModelUnavailableError(Exception):
+    """A model that is known here cannot answer now: an HTTP 503 with this code, worth a retry after `retry_s`.
+
+    The text names no path of this machine.
+    """
+
+    def __init__(self, code: str, message: str, retry_s: int, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_s = retry_s
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     deadline_s: float | None = None
     continues_text: bool = False
+    route: RouteOptions = ANY_ROUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +114,16 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteHop:
+    """One hop of the route that an answer ended on: who ran layers [start, end), and whether through a sentinel."""
+
+    node: str  # the first 8 hex digits of its id
+    start: int
+    end: int
+    is_relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Always the last event of an answer that succeeded."""
 
@@ -105,6 +133,7 @@ class Finished:
     timings: Timings
     replays: int = 0
     fingerprint: str = ""
+    route: tuple[RouteHop, ...] = ()
 
 
 GenerationEvent = Admitted | PrefillProgress | TextDelta | Finished
@@ -118,14 +147,54 @@ class ModelStatus:
     num_layers: int
     missing: tuple[tuple[int, int], ...] = ()
     missing_ends: tuple[str, ...] = ()  # thin mode: "opening", "closing"
+    reason: str = ""  # what else there is to say of a model that cannot answer
 
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
 
     @property
+    def can_answer(self) -> bool:
+        """A request would be answered, if perhaps only after the ends are loaded."""
+        return self.state in ("ready", "available")
+
+    @property
     def layers_covered(self) -> int:
         return self.num_layers - sum(end - start for start, end in self.missing)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that this gateway can open, as it stands at this moment. One that is not listed has no whole route."""
+
+    name: str
+    status: ModelStatus
+    created: int  # Unix seconds
+    max_positions: int
+    is_listed: bool = True
+
+
+class Library(Protocol):
+    """The models of one gateway, by name."""
+
+    def models(self) -> tuple[KnownModel, ...]:
+        """Every model that can be opened here, listed or not."""
+        ...
+
+    def find(self, name: str) -> KnownModel | None:
+        """Return the model of this name, or None."""
+        ...
+
+    def unserved(self) -> dict[str, str]:
+        """Return names that nodes announce and that are not served here, each with the reason."""
+        ...
+
+    async def engine(self, name: str) -> TextEngine:
+        """Return a known model's engine, loading its ends if need be; may take long, and may be cancelled.
+
+        Raises `ModelUnavailableError`.
+        """
+        ...
 
 
 class TextEngine(Protocol):

@@ -1,7 +1,6 @@
-"""A text engine and everything under it: checkpoint, ends, links, directory; opened and closed as one.
+"""A text engine for one model and everything under it: network, checkpoint, ends; opened and closed as one.
 
-The gateway keeps one of these per model; `diffuse query` opens one for a single answer. Builds objects, decides
-nothing.
+What `diffuse query` runs for a single answer, and benchmarks measure. A gateway keeps a `library` instead.
 """
 
 from __future__ import annotations
@@ -9,43 +8,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from app.engine.text import PREFILL_CHUNK, ChainTextEngine, ModelFacts
-from app.engine.tokenizer import ChatTokenizer
-from routing.directory import StaticDirectory
+from app.engine.library import LibrarySettings, NamedModel, opened_library
+from app.engine.model import EndsSettings
+from app.engine.network import FIRST_LOOK_S, MemberSettings, open_network
+from app.engine.text import PREFILL_CHUNK, ChainTextEngine
+from routing.address_policy import Scope
+from routing.directory import LiveDirectory
 from routing.endpoint import Endpoint
-from routing.errors import SettingsError
 from routing.identity import Identity
+from routing.network import Network
 from routing.switchboard import Switchboard
-from routing.types import Capabilities, NodeAddress, SliceSpec, WireDtype
-from slicing.buffers import DTYPES
+from routing.types import NodeAddress
 from slicing.checkpoint import Checkpoint
-from slicing.miniature import check_cut
-from slicing.model_source import open_checkpoint
-from slicing.progress import Progress, StoppableProgress, no_progress
-from slicing.runner import Parts, PlainRunner, max_positions
+from slicing.progress import Progress, no_progress
 
-FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
+FIRST_ROUTE_S = 10.0  # gossip has gone round by then, and what it named was asked
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmSettings:
-    """One model over one list of nodes. `local_layers` are the first K and last J layers kept at home."""
+    """One model over the nodes of a list, or of the swarm behind bootstraps. See `EndsSettings`, `MemberSettings`."""
 
     model: str
     nodes: tuple[NodeAddress, ...]
     network_id: bytes
     name: str | None = None
+    bootstraps: tuple[NodeAddress, ...] = ()
     ends: Literal["local", "remote"] = "local"
     local_layers: tuple[int, int] = (1, 0)
     wire: Literal["auto", "bf16"] = "auto"
     psk: bytes | None = field(default=None, repr=False)
+    accepted_psks: tuple[bytes, ...] = field(default=(), repr=False)
+    scope: Scope | None = None
+    identity: Identity | None = field(default=None, repr=False)
+    token: bytes = field(default=b"", repr=False)
     pad: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
@@ -54,6 +54,35 @@ class SwarmSettings:
     max_positions: int | None = None
     cache_dir: Path | None = None
 
+    @property
+    def member(self) -> MemberSettings:
+        return MemberSettings(
+            self.network_id,
+            nodes=self.nodes,
+            bootstraps=self.bootstraps,
+            psk=self.psk,
+            accepted_psks=self.accepted_psks,
+            scope=self.scope,
+            identity=self.identity,
+            token=self.token,
+            pad=self.pad,
+        )
+
+    @property
+    def library(self) -> LibrarySettings:
+        ends = EndsSettings(
+            ends=self.ends,
+            local_layers=self.local_layers,
+            wire=self.wire,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            prefill_chunk=self.prefill_chunk,
+            max_positions=self.max_positions,
+            cache_dir=self.cache_dir,
+        )
+        return LibrarySettings((NamedModel(self.model, self.name),), ends=ends)
+
 
 @dataclass(frozen=True, slots=True)
 class Swarm:
@@ -61,124 +90,48 @@ class Swarm:
 
     engine: ChainTextEngine
     checkpoint: Checkpoint
-    endpoint: Endpoint
-    directory: StaticDirectory
+    network: Network
     switchboard: Switchboard
     load_s: float
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.network.endpoint
+
+    @property
+    def directory(self) -> LiveDirectory:
+        return self.network.directory
 
 
 @contextlib.asynccontextmanager
 async def open_swarm(
     settings: SwarmSettings, *, progress: Progress = no_progress, wait_for_nodes: bool = True
 ) -> AsyncIterator[Swarm]:
-    """Load the ends, link to the nodes and yield the engine; links are closed on the way out.
+    """Join, load the ends, and yield the engine; links are closed on the way out.
 
-    Raises ModelError (slicing) when the model cannot be opened or cut, SettingsError for settings that contradict it.
+    With `wait_for_nodes`, every node on the list was tried, and with bootstraps a whole route was waited for, for some
+    seconds. Raises ModelError (slicing) when the model cannot be opened or cut, SettingsError for settings that
+    contradict it.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        loading = StoppableProgress(progress)
-        compute = ThreadPoolExecutor(
-            1, thread_name_prefix="ends", initializer=torch.set_num_threads, initargs=(settings.threads,)
-        )
-        stack.push_async_callback(_shut_down, compute)
-        stack.callback(loading.stop)
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        checkpoint, facts = await loop.run_in_executor(compute, _open_checkpoint, settings, loading)
-        middle = middle_layers(settings, facts.num_layers)
-        runner, tokenizer = await loop.run_in_executor(
-            compute, _load_ends, settings, checkpoint, middle, loading
-        )
-        load_s = loop.time() - begun
-
-        switchboard = Switchboard()
-        endpoint = Endpoint(
-            Identity.generate(),
-            settings.network_id,
-            Capabilities,
-            switchboard,
-            psk=settings.psk,
-            pad=settings.pad,
-        )
-        stack.push_async_callback(endpoint.close)
-        directory = StaticDirectory(endpoint, settings.nodes)
-        switchboard.connect(endpoint, directory)
-        keeping = asyncio.create_task(directory.run())
-        stack.push_async_callback(_stop, keeping)
+    async with (
+        open_network(settings.member) as joined,
+        opened_library(settings.library, joined, progress=progress) as library,
+    ):
+        (model,) = await library.open_named()
+        engine = await model.open()
         if wait_for_nodes:
-            await directory.first_look(FIRST_LOOK_S)
-        engine = ChainTextEngine(
-            facts,
-            tokenizer,
-            switchboard,
-            compute,
-            runner,
-            middle,
-            wire=WireDtype.BFLOAT16 if settings.wire == "bf16" else None,
-            prefill_chunk=settings.prefill_chunk,
-        )
-        yield Swarm(engine, checkpoint, endpoint, directory, switchboard, load_s)
+            await joined.network.first_look(FIRST_LOOK_S)
+        if wait_for_nodes and settings.bootstraps:
+            await _covered(engine, joined.directory, FIRST_ROUTE_S)
+        yield Swarm(engine, model.found.checkpoint, joined.network, joined.switchboard, model.load_s)
 
 
-def middle_layers(settings: SwarmSettings, num_layers: int) -> SliceSpec:
-    """The layers that nodes run. Raises SettingsError when home would hold more layers than there are."""
-    if settings.ends == "remote":
-        return SliceSpec(0, num_layers)
-    first, last = settings.local_layers
-    if first < 0 or last < 0 or first + last > num_layers:
-        raise SettingsError(f"local layers {first}:{last} do not fit a model of {num_layers} layers")
-    if first + last == num_layers:
-        raise SettingsError(f"local layers {first}:{last} leave none of {num_layers} layers for a node")
-    return SliceSpec(first, num_layers - last)
-
-
-def _open_checkpoint(settings: SwarmSettings, progress: Progress) -> tuple[Checkpoint, ModelFacts]:
-    checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir, progress=progress)
-    check_cut(checkpoint.config)
-    return checkpoint, _facts(settings, checkpoint)
-
-
-def _load_ends(
-    settings: SwarmSettings, checkpoint: Checkpoint, middle: SliceSpec, progress: Progress
-) -> tuple[PlainRunner | None, ChatTokenizer]:
-    tokenizer = ChatTokenizer.load(checkpoint.folder)
-    if settings.ends == "remote":
-        return None, tokenizer
-    num_layers = checkpoint.config.num_hidden_layers
-    held = tuple(part for part in ((0, middle.start), (middle.end, num_layers)) if part[0] < part[1])
-    parts = Parts(layers=held, opening=True, closing=True)
-    dtype = _compute_dtype(settings, checkpoint)
-    runner = PlainRunner.load(checkpoint, parts, dtype=dtype, device=settings.device, progress=progress)
-    runner.widen_head()
-    return runner, tokenizer
-
-
-def _compute_dtype(settings: SwarmSettings, checkpoint: Checkpoint) -> torch.dtype:
-    """Float32 on a CPU (exact, and its fastest), the checkpoint's own on an accelerator."""
-    if settings.dtype == "auto":
-        return torch.float32 if settings.device == "cpu" else checkpoint.dtype
-    return DTYPES[settings.dtype]
-
-
-def _facts(settings: SwarmSettings, checkpoint: Checkpoint) -> ModelFacts:
-    config = checkpoint.config
-    limit = max_positions(config)
-    return ModelFacts(
-        name=settings.name or checkpoint.public_name,
-        digest=checkpoint.digest,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_positions=min(limit, settings.max_positions or limit),
-    )
-
-
-async def _shut_down(compute: ThreadPoolExecutor) -> None:
-    """Let the running job end without holding up the loop."""
-    await asyncio.to_thread(compute.shutdown, wait=True, cancel_futures=True)
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+async def _covered(engine: ChainTextEngine, directory: LiveDirectory, within_s: float) -> None:
+    """Wait until a whole route is known, or the time is over."""
+    news = asyncio.Event()
+    directory.on_change.append(news.set)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while not engine.coverage().is_ready:
+                news.clear()
+                await news.wait()

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from app.engine.coverage import ModelFacts, route_request
 from app.engine.ends import Ends, LocalEnds, NextToken, RemoteEnds, remote_sampling
 from app.engine.request import (
     Admitted,
@@ -28,14 +29,14 @@ from app.engine.request import (
     TextDelta,
     Timings,
 )
+from app.engine.routes import Routes
 from app.engine.tokenizer import AnswerText, ChatTokenizer
 from routing.chain import Chain
 from routing.errors import ErrorCode, NoRouteError, WorkError
 from routing.opening import ChainOptions
-from routing.planner import RouteRequest, missing_layers, plan_route
 from routing.recorded import RecordedStep
 from routing.switchboard import Switchboard
-from routing.types import Answer, Route, SliceSpec, Want, WireDtype
+from routing.types import Answer, NodeId, Route, SliceSpec, Want, WireDtype
 from slicing.runner import PlainRunner
 
 PREFILL_CHUNK = (
@@ -43,19 +44,8 @@ PREFILL_CHUNK = (
 )
 PREFILL_WINDOW = 4  # chunks that travel at once, so that every stage of a usual route has one
 
+
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the gateway knows of a model without its weights."""
-
-    name: str
-    digest: bytes
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
 
 
 @dataclass(slots=True)
@@ -92,7 +82,7 @@ class _Returned:
 
 
 class ChainTextEngine:
-    """A TextEngine over a chain of nodes. `runner` is None in the thin mode."""
+    """A TextEngine over a chain of nodes. `runner` is None in the thin mode; `excluded` nodes are never used."""
 
     def __init__(
         self,
@@ -105,6 +95,7 @@ class ChainTextEngine:
         *,
         wire: WireDtype | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        excluded: frozenset[NodeId] = frozenset(),
     ) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
@@ -114,6 +105,10 @@ class ChainTextEngine:
         self._middle = middle
         self._wire = wire
         self._prefill_chunk = prefill_chunk
+        self._routes = Routes(
+            switchboard, route_request(facts, middle, is_thin=runner is None, excluded=excluded)
+        )
+        self.num_running = 0  # answers
 
     @property
     def model_name(self) -> str:
@@ -132,25 +127,20 @@ class ChainTextEngine:
         return self._facts.vocab_size
 
     def coverage(self) -> ModelStatus:
-        request = self._route_request()
-        records = self._switchboard.directory.records()
-        try:
-            plan_route(records, request)
-        except NoRouteError as error:
-            missing = error.missing or tuple(missing_layers(records, request))
-            return ModelStatus("partial", self._facts.num_layers, missing, error.missing_ends)
-        return ModelStatus("ready", self._facts.num_layers)
+        return self._routes.coverage()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         started = time.perf_counter()
         self._check(request)
+        asked = self._routes.asked(request.route)
         continued_ids = request.prompt_ids if request.continues_text else ()
         text = self._tokenizer.answer_text(request.stop, continued_ids=continued_ids)
         ends = self._new_ends(request)
         chain: Chain | None = None
+        self.num_running += 1
         try:
             chain = await self._switchboard.open_chain(
-                self._route_request(), self._chain_options(request), deadline_s=request.deadline_s
+                asked, self._chain_options(request), deadline_s=request.deadline_s
             )
             progress = _Progress(request, ends, chain, text, started)
             yield Admitted(len(request.prompt_ids), self._fingerprint(chain.route))
@@ -162,7 +152,10 @@ class ChainTextEngine:
             async with aclosing(self._decode(progress, returned)) as events:
                 async for event in events:
                     yield event
+        except NoRouteError as error:
+            raise self._routes.blamed(error, request.route) from None
         finally:
+            self.num_running -= 1
             if chain is not None:
                 await chain.close()
             closing = asyncio.get_running_loop().run_in_executor(self._compute, ends.close)
@@ -268,19 +261,6 @@ class ChainTextEngine:
             return RemoteEnds(self._facts.vocab_size)
         return LocalEnds(self._runner, self._middle, request.sampling, request.prompt_ids)
 
-    def _route_request(self) -> RouteRequest:
-        is_thin = self._runner is None
-        facts = self._facts
-        return RouteRequest(
-            facts.name,
-            facts.digest,
-            self._middle,
-            needs_opening=is_thin,
-            needs_closing=is_thin,
-            num_layers=facts.num_layers,
-            hidden_size=facts.hidden_size,
-        )
-
     def _chain_options(self, request: GenerationRequest) -> ChainOptions:
         is_thin = self._runner is None
         return ChainOptions(
@@ -300,6 +280,7 @@ class ChainTextEngine:
             timings=_timings(progress),
             replays=progress.chain.replays,
             fingerprint=self._fingerprint(progress.chain.route),
+            route=self._routes.taken(progress.chain.route),
         )
 
     def _fingerprint(self, route: Route | None) -> str:

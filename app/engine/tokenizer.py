@@ -28,7 +28,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         self.folder = folder
-        self.created = _age(folder)
+        self.created = age_of(folder)
         self.defaults = GenerationDefaults.read(folder)
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class AnswerText:
         return self._scanner.finish()
 
 
-def _age(folder: Path) -> int:
+def age_of(folder: Path) -> int:
     """When the model's files were written, in Unix seconds: what `created` of a model means to clients."""
     config = folder / "config.json"
     return int((config if config.exists() else folder).stat().st_mtime)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,8 +76,17 @@ class Diffuse:
         return self.runner.invoke(app, list(arguments), input=stdin)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands of tests neither see nor touch what the user of this machine runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIFFUSE_STATE", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
-def diffuse(monkeypatch: pytest.MonkeyPatch) -> Diffuse:
+def diffuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Diffuse:
+    monkeypatch.setenv("DIFFUSE_STATE", str(tmp_path / "state"))
     for name in ("DIFFUSE_API_KEY", "DIFFUSE_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     for name in thread_environment(1):

@@ -84,7 +84,7 @@ def test_a_gateway_that_misses_layers_is_a_problem_with_their_numbers(
 def test_models_lists_what_a_gateway_lists(diffuse: Diffuse, gateway: FakeGateway) -> None:
     gateway.models = [{"id": "tiny", "status": "ready", "max_model_len": 2048}]
     assert "tiny" in diffuse("models", "--url", gateway.url).stdout
-    assert json.loads(diffuse("models", "--url", gateway.url, "--json").stdout) == {"data": gateway.models}
+    assert json.loads(diffuse("models", "--url", gateway.url, "--json").stdout)["data"] == gateway.models
 
 
 def test_models_says_when_nothing_listens(diffuse: Diffuse) -> None:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
 
+import pytest
+from click.testing import Result
+
+from cli.key_files import live_move, load_or_make, rotate
+from cli.membership import network_id
+from routing.guest_token import GuestScope, parse_guest_token, read_guest_token
+from routing.identity import Identity
+from routing.moved import read_moved
 from tests.cli.conftest import Diffuse
 
 
@@ -16,6 +25,7 @@ def test_a_new_key_is_private_and_its_id_is_printed(diffuse: Diffuse, tmp_path: 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert made.stdout == shown.stdout
     assert len(made.stdout.split()[0]) == 64
+    assert f"public key {Identity.load(path).public_key.hex()}\n" in made.stdout
     assert path.read_bytes().hex() not in made.stdout
 
 
@@ -42,3 +52,99 @@ def test_a_key_that_others_can_read_is_refused_with_the_cure(diffuse: Diffuse, t
     result = diffuse("keys", "show", str(path))
     assert result.exit_code == 1
     assert f"chmod 600 {path}" in result.stderr
+
+
+# --- rotation
+
+
+def rotated(diffuse: Diffuse, tmp_path: Path) -> tuple[Path, Identity, Result]:
+    path = tmp_path / "node.key"
+    diffuse("keys", "new", str(path))
+    return path, Identity.load(path), diffuse("keys", "rotate", str(path))
+
+
+def test_a_rotated_key_is_new_and_says_what_it_was(diffuse: Diffuse, tmp_path: Path) -> None:
+    path, old, result = rotated(diffuse, tmp_path)
+    new = Identity.load(path)
+    assert result.exit_code == 0, result.stderr
+    assert new.node_id != old.node_id
+    assert Identity.load(tmp_path / "node.key.old").node_id == old.node_id
+    moved = read_moved(live_move(path, new))
+    assert (moved.old_id, moved.new_id) == (old.node_id, new.node_id)
+    for told in (result.stdout, diffuse("keys", "show", str(path)).stdout):
+        assert f"moved from {old.node_id.hex()} on " in told
+
+
+def test_a_second_rotation_waits_until_the_first_is_known(diffuse: Diffuse, tmp_path: Path) -> None:
+    path, _, _ = rotated(diffuse, tmp_path)
+    before = path.read_bytes()
+    again = diffuse("keys", "rotate", str(path))
+    assert again.exit_code == 1
+    assert "was rotated less than 7 days ago" in again.stderr
+    assert path.read_bytes() == before
+    in_a_week = time.time() + 7 * 24 * 3600
+    rotate(path, now=lambda: in_a_week)
+    assert path.read_bytes() != before
+
+
+def test_a_move_is_over_after_a_week_and_belongs_to_one_key(diffuse: Diffuse, tmp_path: Path) -> None:
+    path, old, _ = rotated(diffuse, tmp_path)
+    new, in_a_week = Identity.load(path), time.time() + 7 * 24 * 3600
+    assert live_move(path, old) == live_move(path, new, now=lambda: in_a_week) == b""
+    path.with_name("node.key.moved").write_bytes(b"garbage")
+    assert live_move(path, new) == b""
+
+
+def test_an_interrupted_rotation_leaves_the_old_key_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "node.key"
+    old = load_or_make(path)
+
+    def crash(self: Path, target: Path) -> Path:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "replace", crash)
+        with pytest.raises(OSError, match="power cut"):
+            rotate(path)
+    assert Identity.load(path).node_id == old.node_id
+    assert live_move(path, old) == b""
+    assert rotate(path).old_id == old.node_id
+
+
+# --- guests
+
+
+def test_a_guest_token_is_one_line_that_a_list_with_the_issuer_honours(
+    diffuse: Diffuse, tmp_path: Path
+) -> None:
+    path, client = tmp_path / "node.key", Identity.generate().node_id
+    issuer = load_or_make(path)
+    result = diffuse(
+        "keys", "guest", str(path), "--client", client.hex(), "--expires", "2h", "--network", "home"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert f"issuer {issuer.public_key.hex()}" in result.stderr
+    token = read_guest_token(parse_guest_token(result.stdout), network_id("home"), now_s=time.time())
+    assert (token.issuer_key, token.client_id, token.scope) == (issuer.public_key, client, GuestScope.USE)
+    assert token.expires_s - token.issued_s == 7200
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--expires", "8d"), "7 days at most"),
+        (("--expires", "soon"), "give a time like 30m, 24h or 7d"),
+        (("--client", "anna"), "64 hex digits"),
+        (("--quota", "0"), "--quota"),
+        (("--scope", "own"), "--scope"),
+    ],
+)
+def test_a_wrong_term_is_told(flags: tuple[str, ...], said: str, diffuse: Diffuse, tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    load_or_make(path)
+    result = diffuse("keys", "guest", str(path), *flags)
+    assert result.exit_code != 0
+    assert said in result.stderr
+    assert result.stdout == ""

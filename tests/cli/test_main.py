@@ -14,12 +14,27 @@ import pytest
 from cli.children import own_command
 from tests.cli.conftest import Diffuse, FakeGateway
 
+COMMANDS = (
+    "up",
+    "query",
+    "chat",
+    "host",
+    "serve",
+    "sentinel",
+    "status",
+    "models",
+    "doctor",
+    "leave",
+    "bench",
+)
 HEAVY = ("torch", "transformers", "fastapi", "pydantic", "httpx", "numpy")
 
 
 def test_every_command_has_help(diffuse: Diffuse) -> None:
-    for command in ("up", "query", "chat", "host", "serve", "models", "doctor", "bench", "keys"):
+    for command in (*COMMANDS, "keys"):
         assert diffuse(command, "--help").exit_code == 0, command
+    for action in ("new", "show", "rotate", "guest"):
+        assert diffuse("keys", action, "--help").exit_code == 0, action
 
 
 def test_the_version_is_printed(diffuse: Diffuse) -> None:

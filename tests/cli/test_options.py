@@ -40,3 +40,18 @@ def test_a_wrong_size_is_a_usage_error(text: str) -> None:
 def test_a_system_message_comes_first() -> None:
     assert [message["role"] for message in opt.messages_of("Hi", "Be brief")] == ["system", "user"]
     assert [message["role"] for message in opt.messages_of("Hi", None)] == ["user"]
+
+
+def test_times_have_a_unit() -> None:
+    assert [opt.parse_duration(text, "--expires") for text in ("90s", "30m", "24h", "7d")] == [
+        90,
+        1800,
+        86400,
+        604800,
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "h", "24", "1.5h", "-1h", "1w"])
+def test_a_wrong_time_is_a_usage_error(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="24h"):
+        opt.parse_duration(text, "--expires")

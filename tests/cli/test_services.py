@@ -14,9 +14,16 @@ from typing import Any
 
 import pytest
 
+from cli.key_files import load_or_make, rotate
 from cli.membership import network_id
 from cli.ports import bind_loopback
 from cli.runtime import run_until_signal
+from cli.state import running_services
+from routing.announcement import check_owner
+from routing.guest_token import format_guest_token, sign_guest_token
+from routing.identity import Identity
+from routing.moved import read_moved
+from routing.types import Capabilities
 from tests.cli.conftest import Diffuse
 
 NODE = f"{'ab' * 32}@127.0.0.1:7001"
@@ -42,10 +49,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings that `serve` starts a gateway with."""
     seen: list[Any] = []
     monkeypatch.setattr(
-        "cli.serve._serve", lambda gateway, swarm, teller, listener: seen.extend((gateway, swarm))
+        "cli.serve._serve",
+        lambda gateway, member, library, teller, listener: seen.extend((gateway, member, library)),
     )
     monkeypatch.setattr("cli.serve._listener", lambda gateway, listen_fd: None)
-    for name in [name for name in os.environ if name.startswith("DIFFUSE_")]:
+    for name in [name for name in os.environ if name.startswith("DIFFUSE_") and name != "DIFFUSE_STATE"]:
         monkeypatch.delenv(name)
     return seen
 
@@ -68,6 +76,78 @@ def test_a_node_gets_what_its_flags_say(diffuse: Diffuse, hosted: list[Any], tmp
     assert settings.hold_ends
     assert settings.pad
     assert f"--node {NODE}\n" in result.stdout
+
+
+def test_a_member_of_a_swarm_gets_what_its_flags_say(
+    diffuse: Diffuse, hosted: list[Any], tmp_path: Path
+) -> None:
+    key, owner, token, allow = (tmp_path / name for name in ("node.key", "owner.key", "token", "allow"))
+    owned = load_or_make(owner)
+    guest = sign_guest_token(owned, network_id("home"), client_id=None, now_s=1.8e9, lifetime_s=60, quota=1)
+    token.write_text(format_guest_token(guest))
+    token.chmod(0o600)
+    allow.write_text("ab" * 32)
+    result = diffuse(
+        *["host", "--bootstrap", NODE, "--bootstrap", NODE.replace("7001", "7002"), "--scope", "lan"],
+        *[
+            "--model",
+            "one=0:4",
+            "--model",
+            "two",
+            "--listen",
+            "0.0.0.0:0",
+            "--overhead",
+            "0.3",
+            "--drain",
+            "7",
+            "--memory",
+            "1GB",
+        ],
+        *["--sentinel", "--key", str(key), "--owner-key", str(owner), "--token-file", str(token)],
+        *["--allow-file", str(allow), "--state-dir", str(tmp_path / "state"), "--network", "home"],
+    )
+    assert result.exit_code == 0, result.stderr
+    (settings,) = hosted
+    assert [address.port for address in settings.bootstraps] == [7001, 7002]
+    assert [(wanted.model, wanted.layers and str(wanted.layers)) for wanted in settings.wanted] == [
+        ("one", "0:4"),
+        ("two", None),
+    ]
+    assert (settings.scope, settings.overhead, settings.drain_s) == ("lan", 0.3, 7.0)
+    assert settings.memory_bytes == 10**9
+    assert (settings.token, settings.state_dir, settings.is_sentinel) == (guest, tmp_path / "state", True)
+    assert check_owner(settings.owner, Identity.load(key).node_id)
+    assert settings.owner.key == owned.public_key
+    assert settings.allow(settings.bootstraps[0].node_id, Capabilities())
+
+
+def test_a_rotated_key_says_so_in_its_handshakes(diffuse: Diffuse, hosted: list[Any], tmp_path: Path) -> None:
+    key = tmp_path / "node.key"
+    old = load_or_make(key)
+    rotate(key)
+    assert diffuse("host", "--key", str(key)).exit_code == 0
+    assert read_moved(hosted[0].moved).old_id == old.node_id
+
+
+def test_a_node_for_once_leaves_no_state(diffuse: Diffuse, hosted: list[Any], tmp_path: Path) -> None:
+    assert diffuse("host").exit_code == 0
+    assert hosted[0].state_dir is None
+    assert not [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
+
+
+def test_a_node_can_be_found_by_leave_while_it_runs(
+    diffuse: Diffuse, hosted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[Any] = []
+
+    async def run_node(settings: Any, *, on_event: Callable[[dict[str, Any]], None]) -> None:
+        on_event({"event": "ready", "address": NODE, "layers": "0:10"})
+        running.extend(running_services(tmp_path / "state"))
+
+    monkeypatch.setattr(sys.modules["node.main"], "run_node", run_node)
+    assert diffuse("host").exit_code == 0
+    assert [(service.role, service.address) for service in running] == [("host", NODE)]
+    assert running_services(tmp_path / "state") == []
 
 
 def test_a_node_that_is_told_nothing_keeps_its_own_defaults(diffuse: Diffuse, hosted: list[Any]) -> None:
@@ -103,10 +183,16 @@ def test_what_a_node_could_not_use_is_said_before_it_starts(
             (("--listen", taken), f"{taken} is in use: stop what listens there, or choose another port"),
             (("--listen", "0.0.0.0:0"), "--public-addr HOST:PORT"),
             (("--kv-budget", "much"), "'--kv-budget'"),
+            (("--bootstrap", "127.0.0.1:7001"), "a node is written id@host:port; copy the whole"),
+            (("--owner-key", str(key)), "give --key FILE too"),
+            (("--model", "a", "--model", "b", "--layers", "0:4"), "--model MODEL=START:END"),
+            (("--overhead", "1.5"), "'--overhead'"),
+            (("--allow-file", str(key.with_name("none"))), "cannot read the allow list"),
+            (("--token-file", str(key)), "this is no guest token"),
         ):
             result = diffuse("host", *flags)
             assert result.exit_code != 0
-            assert said in " ".join(result.stderr.split())
+            assert said in " ".join(result.stderr.replace("│", " ").split())
     assert hosted == []
 
 
@@ -163,14 +249,34 @@ def test_a_gateway_gets_what_its_flags_say(diffuse: Diffuse, served: list[Any]) 
         *["--api-key", "k1", "--api-key", "k2", "--alias", "gpt-4o-mini=T", "--request-timeout", "30"],
     )
     assert result.exit_code == 0, result.stderr
-    gateway, swarm = served
+    gateway, member, library = served
     assert (gateway.host, gateway.port, gateway.allowed_hosts) == ("0.0.0.0", 8443, ("ai.home",))
     assert [key.get_secret_value() for key in gateway.api_keys] == ["k1", "k2"]
     assert (gateway.model_aliases, gateway.request_timeout_s) == ({"gpt-4o-mini": "T"}, 30.0)
-    assert (swarm.model, swarm.name, swarm.ends) == ("tiny", "T", "remote")
-    assert (swarm.local_layers, swarm.wire) == ((2, 1), "bf16")
-    assert [str(address) for address in swarm.nodes] == [NODE, NODE]
-    assert swarm.threads == 1
+    ((model, name),) = [(named.model, named.name) for named in library.models]
+    assert (model, name, library.ends.ends) == ("tiny", "T", "remote")
+    assert (library.ends.local_layers, library.ends.wire, library.ends.threads) == ((2, 1), "bf16", 1)
+    assert [str(address) for address in member.nodes] == [NODE, NODE]
+    assert member.bootstraps == ()
+
+
+def test_a_gateway_of_a_swarm_needs_no_model(diffuse: Diffuse, served: list[Any]) -> None:
+    node_id = NODE.partition("@")[0]
+    result = diffuse(
+        *["serve", "--bootstrap", NODE, "--scope", "lan", "--pin", node_id, "--max-hops", "2"],
+        "--distinct-owners",
+    )
+    assert result.exit_code == 0, result.stderr
+    gateway, member, library = served
+    assert [str(address) for address in member.bootstraps] == [NODE]
+    assert (member.scope, library.models) == ("lan", ())
+    assert (gateway.max_hops, gateway.distinct_owners) == (2, True)
+
+
+def test_a_gateway_without_nodes_is_asked_for_them(diffuse: Diffuse, served: list[Any]) -> None:
+    result = diffuse("serve", "--model", "tiny")
+    assert result.exit_code == 2
+    assert "say where the nodes are" in result.stderr
 
 
 def test_what_no_flag_says_may_come_from_the_environment(

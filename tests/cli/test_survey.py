@@ -11,30 +11,13 @@ from cli.membership import Membership, network_id
 from cli.ports import bind_loopback
 from cli.survey import survey
 from routing.endpoint import Endpoint
-from routing.errors import ErrorCode, RemoteError
+from routing.errors import ErrorCode
 from routing.identity import Identity
-from routing.link import Link
-from routing.types import Capabilities, Describe, Description, Message, NodeAddress, NodeId
+from routing.types import Capabilities, NodeAddress, NodeId
+from tests.cli.swarm import Describer
 from tests.cli.test_diagnosis import node, offer
 
 HOME = Membership(network_id("home"))
-
-
-class Describer:
-    """A node that does nothing but say what it serves."""
-
-    def __init__(self, description: Description) -> None:
-        self._description = description
-
-    def on_message(self, link: Link, message: Message) -> None:
-        if isinstance(message, Describe):
-            link.post(self._description)
-
-    def on_link_up(self, link: Link) -> None:
-        """Nothing to do."""
-
-    def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
-        """Nothing to do."""
 
 
 @asynccontextmanager

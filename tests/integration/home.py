@@ -69,6 +69,7 @@ async def home() -> AsyncIterator[Home]:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            await switchboard.close()
             await endpoint.close()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routing import blame, directory
+from routing import blame, follower, live_route, route_watch
 from routing import chain as chain_module
 from routing.errors import ErrorCode, NoRouteError, RemoteError, WorkError
 from routing.switchboard import Switchboard
-from routing.types import Answer, Cancel, Capabilities, Message, Open, SliceSpec, Step, Want, WireDtype
+from routing.types import Cancel, Capabilities, Message, Open, Resumed, SliceSpec, Step, Want, WireDtype
 from slicing.sampler import SamplingParams
 from tests.integration.home import Home, forget_sessions, home, loser, rows, run, unbroken
 from tests.node.fake_runner import HIDDEN_SIZE, NUM_LAYERS, FakeRunner
@@ -169,10 +169,18 @@ async def test_a_node_that_forgets_at_every_try_ends_in_its_error(monkeypatch: p
     async with home() as here:
         node = await here.rig.add_fake_node()
         await here.know(node)
-        here.rig.network.drop = lambda link, message: isinstance(message, Open)
         chain = await here.open()
+        await run(chain, 0, rows(1))
+
+        def forget(link: Any, message: Message) -> bool:
+            if isinstance(message, Resumed):
+                forget_sessions(node)
+            return False
+
+        here.rig.network.drop = forget
+        forget_sessions(node)
         with pytest.raises(WorkError) as caught:
-            await run(chain, 0, rows(1))
+            await run(chain, 1, rows(1))
         assert caught.value.code is ErrorCode.NO_SESSION
         await chain.close()
 
@@ -199,25 +207,22 @@ async def test_a_full_node_is_waited_for_within_the_deadline() -> None:
 async def test_a_long_replay_is_never_more_than_two_windows_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_module, "REPLAY_STEPS", 8)
     async with home() as here:
-        await halves(here)
+        nodes = await halves(here, num_first=2)
         chain = await here.open()
         for position in range(50):
             await run(chain, position, rows(1, position))
-        ahead, most = 0, 0
-
-        def watch(link: Any, message: Message) -> bool:
-            nonlocal ahead, most
-            if link.own_id == here.endpoint.node_id and isinstance(message, Step):
-                ahead += 1
-                most = max(most, ahead)
-            elif isinstance(message, Answer) and link.peer_id == here.endpoint.node_id:
-                ahead = 8 if ahead > 8 else 0
-            return False
-
-        here.rig.network.drop = watch
-        here.rig.network.cut_off(loser(here, chain, 1).node_id)
-        await run(chain, 50, rows(1, 50))
-        assert 8 < most <= 2 * 8
+        lost = loser(here, chain, 0)
+        spare = next(node for node in nodes[:2] if node is not lost)
+        spare.runner.hold()
+        before = here.messages_sent()["Step"]
+        here.rig.network.cut_off(lost.node_id)
+        waiting = asyncio.create_task(run(chain, 50, rows(1, 50)))
+        asked = here.messages_sent()["Inquire"]
+        await until(lambda: here.messages_sent()["Inquire"] > asked + 2)  # it looks how far the node is
+        assert here.messages_sent()["Step"] - before == 2 * 8
+        spare.runner.release()
+        await waiting
+        assert chain.rows_repeated == 51
         await chain.close()
 
 
@@ -228,7 +233,8 @@ async def test_what_was_handed_out_is_not_kept() -> None:
         sent = await chain.send(rows(3).tobytes(), position=0, rows=3, want=Want.ALL)
         await chain.answer(sent)
         assert sent.answer is None
-        assert not chain._sent
+        assert chain._live is not None
+        assert not chain._live._sent
         await chain.close()
 
 
@@ -333,8 +339,8 @@ async def test_a_node_that_was_away_when_the_session_ended_is_told_when_it_is_ba
 
 
 async def test_a_caller_that_leaves_at_any_moment_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "FIRST_REDIAL_S", 0.01)
-    monkeypatch.setattr(directory, "LAST_REDIAL_S", 0.01)
+    monkeypatch.setattr(follower, "FIRST_REDIAL_S", 0.01)
+    monkeypatch.setattr(follower, "LAST_REDIAL_S", 0.01)
     async with home() as here:
         nodes = [await here.rig.add_fake_node(s, e) for s, e in ((0, 2), (0, 2), (2, 4), (4, 6), (4, 6))]
         await here.know(*nodes)
@@ -455,7 +461,8 @@ async def test_a_middle_node_lost_out_of_our_sight_is_replaced(monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(Switchboard, "live_link", lambda self, node_id: None)
             chain = await here.open()
-        assert chain._links[1] is None
+        assert chain._live is not None
+        assert chain._live._links[1] is None
         await run(chain, 0, rows(3))
         here.rig.network.cut_off(loser(here, chain, 1).node_id)
         np.testing.assert_array_equal(await run(chain, 3, rows(1, 1)), whole[1])
@@ -515,9 +522,9 @@ async def test_a_chunk_that_does_not_leave_does_not_hold_up_the_suspicion(
         await gone.wait()  # as a link without credit does
 
     monkeypatch.setattr(FakeLink, "send", send)
-    monkeypatch.setattr(chain_module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(chain_module, "SUSPECT_AFTER_S", 0.1)
-    monkeypatch.setattr(chain_module, "SUSPECT_POLL_S", 0.02)
+    monkeypatch.setattr(live_route, "SMALL_BYTES", 0)
+    monkeypatch.setattr(route_watch, "SUSPECT_AFTER_S", 0.1)
+    monkeypatch.setattr(live_route, "SUSPECT_POLL_S", 0.02)
     async with home() as here:
         nodes = [await here.rig.add_fake_node() for _ in range(2)]
         whole = await unbroken(here, *nodes)

@@ -16,25 +16,56 @@ import torch
 import uvicorn
 
 from app import serving
-from app.engine import swarm
-from app.engine.request import ModelStatus
+from app.engine import library, model, swarm
+from app.engine.library import LibrarySettings, NamedModel
+from app.engine.model import EndsSettings
+from app.engine.network import MemberSettings
+from app.engine.request import KnownModel, ModelStatus
 from app.settings import GatewaySettings
 from routing.errors import SettingsError
 from slicing import wide_head
-from slicing.progress import no_progress
+from tests.app.fake_network import joined
 from tests.support.tiny_models import small_llama
 
 SWARM = swarm.SwarmSettings(model="none", nodes=(), network_id=bytes(32))
+MEMBER = MemberSettings(bytes(32))
+NAMED = LibrarySettings((NamedModel("m"),))
 
 
-@contextlib.asynccontextmanager
-async def no_swarm(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
-    engine = SimpleNamespace(model_name="m", coverage=lambda: ModelStatus("ready", 1))
-    yield SimpleNamespace(engine=engine, load_s=0.0)
+class OneModel:
+    """A library of one model, which is there at once."""
+
+    def __init__(self) -> None:
+        self.has_looked = asyncio.Event()
+        self.has_looked.set()
+
+    def models(self) -> tuple[KnownModel, ...]:
+        return (KnownModel("m", ModelStatus("ready", 1), 0, 1),)
+
+    async def open_named(self) -> tuple[Any, ...]:
+        return (SimpleNamespace(found=SimpleNamespace(facts=SimpleNamespace(name="m")), load_s=0.0),)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
 
 
-async def test_a_server_that_ends_by_itself_ends_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "open_swarm", no_swarm)
+@pytest.fixture
+def no_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.asynccontextmanager
+    async def network(*_: Any) -> AsyncIterator[Any]:
+        yield joined()[0]
+
+    @contextlib.asynccontextmanager
+    async def opened(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield OneModel()
+
+    monkeypatch.setattr(serving, "open_network", network)
+    monkeypatch.setattr(serving, "opened_library", opened)
+
+
+async def test_a_server_that_ends_by_itself_ends_the_gateway(
+    no_swarm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     async def die(self: uvicorn.Server, sockets: Any = None) -> None:
         await asyncio.sleep(0.01)
@@ -42,19 +73,19 @@ async def test_a_server_that_ends_by_itself_ends_the_gateway(monkeypatch: pytest
     monkeypatch.setattr(uvicorn.Server, "_serve", die)
     with pytest.raises(RuntimeError, match="ended by itself"):
         async with asyncio.timeout(5):
-            await serving.run_gateway(GatewaySettings(port=0), SWARM)
+            await serving.run_gateway(GatewaySettings(port=0), MEMBER, NAMED)
 
 
 async def test_a_cancelled_load_ends_at_its_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = 0
 
-    def load(settings: Any, progress: Any) -> None:
+    def load(*_: Any, progress: Any, **__: Any) -> None:
         nonlocal reports
         while True:
             reports += 1
             progress("download", reports, 0)
 
-    monkeypatch.setattr(swarm, "_open_checkpoint", load)
+    monkeypatch.setattr(library, "look_up", load)
 
     async def start() -> None:
         async with swarm.open_swarm(SWARM):
@@ -71,15 +102,27 @@ async def test_a_cancelled_load_ends_at_its_next_report(monkeypatch: pytest.Monk
 
 def test_a_gateway_that_holds_every_layer_is_refused() -> None:
     with pytest.raises(SettingsError, match="leave none of 30 layers"):
-        swarm.middle_layers(swarm.SwarmSettings("m", (), bytes(32), local_layers=(20, 10)), 30)
+        model.middle_layers(EndsSettings(local_layers=(20, 10)), 30)
 
 
-async def test_an_alias_of_a_model_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "open_swarm", no_swarm)
+async def test_an_alias_of_a_model_that_is_not_here_is_refused(no_swarm: None) -> None:
     settings = GatewaySettings(port=0, model_aliases={"gpt": "other"})
     with pytest.raises(SettingsError, match="gpt=other: there is no such model here, only m"):
         async with asyncio.timeout(5):
-            await serving.run_gateway(settings, SWARM)
+            await serving.run_gateway(settings, MEMBER, NAMED)
+
+
+async def test_in_a_swarm_an_alias_may_stand_for_a_model_that_is_yet_to_come(
+    no_swarm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    settings = GatewaySettings(port=0, model_aliases={"gpt": "other"})
+    serves = serving.run_gateway(settings, MEMBER, LibrarySettings(), on_event=told.put_nowait)
+    task = asyncio.create_task(serves)
+    assert (await asyncio.wait_for(told.get(), 5))["models"] == ["m"]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_the_gateways_head_is_shared_among_threads(
@@ -87,13 +130,11 @@ async def test_the_gateways_head_is_shared_among_threads(
 ) -> None:
     monkeypatch.setattr(wide_head, "MIN_SHARE_BYTES", 1)  # a real head is large
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(swarm.ChatTokenizer, "load", lambda folder: None)
+    monkeypatch.setattr(model.ChatTokenizer, "load", lambda folder: None)
     with small_llama(64, vocab_size=512) as llama:
         llama.save_pretrained(tmp_path)
-        settings = swarm.SwarmSettings(model=str(tmp_path), nodes=(), network_id=bytes(32))
-        checkpoint, facts = swarm._open_checkpoint(settings, no_progress)
-        middle = swarm.middle_layers(settings, facts.num_layers)
-        runner, _ = swarm._load_ends(settings, checkpoint, middle, no_progress)
+        found = model.look_up(str(tmp_path), EndsSettings())
+        runner, _ = model.load_ends(found, EndsSettings())
     assert runner is not None
     shares: list[str] = []
     plain = wide_head.functional.linear
@@ -103,5 +144,7 @@ async def test_the_gateways_head_is_shared_among_threads(
         return plain(*arguments)
 
     monkeypatch.setattr(wide_head.functional, "linear", linear)
-    runner.run_closing(runner.new_cache(), torch.randn(1, runner.hidden_size), 0, start=facts.num_layers)
+    runner.run_closing(
+        runner.new_cache(), torch.randn(1, runner.hidden_size), 0, start=found.facts.num_layers
+    )
     assert len(set(shares)) == 2, "half of the head in another thread"

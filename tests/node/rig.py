@@ -19,6 +19,7 @@ from node.held_slice import SPOKEN_DTYPES, HeldSlice
 from node.scheduler import Scheduler
 from node.server import NodeServer
 from node.settings import NodeSettings
+from node.slice_table import SliceTable
 from node.stats import NodeStats
 from routing import wire
 from routing.errors import RemoteError
@@ -34,6 +35,7 @@ from routing.types import (
     NodeAddress,
     NodeId,
     Open,
+    Resumed,
     SessionId,
     SliceOffer,
     SliceSpec,
@@ -83,6 +85,7 @@ class Node:
     endpoint: Any
     address: NodeAddress
     now: list[float]  # the server's clock
+    slices: SliceTable
 
     @property
     def node_id(self) -> NodeId:
@@ -123,6 +126,7 @@ class Script:
     hops: Sequence[tuple[Node, int, int]]
     gateway_id: NodeId
     changes: dict[str, Any] = field(default_factory=dict)  # of every entry
+    entry_changes: dict[int, dict[str, Any]] = field(default_factory=dict)  # by hop
     opens: bool = False
     closes: bool = False
     sampling: dict[str, Any] | None = None
@@ -154,7 +158,7 @@ class Script:
             run_closing=closes,
             sampling=self.sampling if closes else None,
         )
-        return replace(entry, **self.changes)
+        return replace(entry, **self.changes | self.entry_changes.get(hop, {}))
 
     def opening(self, hop: int = 0) -> Open:
         entries = tuple(
@@ -169,6 +173,13 @@ class Script:
         """Dial the first hop and send the Open; nothing is waited for."""
         self.first = await self.gateway.endpoint.dial(self.hops[0][0].address)
         await self.first.send(self.opening())
+
+    async def reopen(self, *hops: tuple[Node, int, int], answered: int = 0) -> Resumed:
+        """Re-route, over other hops where some are given, and wait for what the first one says it has."""
+        self.hops, self.epoch = hops or self.hops, self.epoch + 1
+        self.changes |= {"resumes": True, "answered": answered}
+        await self.open()
+        return await self.gateway.receive(Resumed)
 
     def step(self, number: int, position: int, rows: Any, **fields: Any) -> Step:
         """A step over `rows`: [n, hidden] numbers, or n token ids where the route embeds."""
@@ -232,8 +243,9 @@ class Rig:
         scheduler = Scheduler()
         self._schedulers.append(scheduler)
         budget = MemoryBudget(kv_budget_bytes, stats)
+        slices = SliceTable((HeldSlice(runner, offer, cache_bytes_per_position),))
         server = NodeServer(
-            HeldSlice(runner, offer, cache_bytes_per_position),
+            slices,
             seal_key,
             node_settings(**settings),
             scheduler=scheduler,
@@ -247,7 +259,7 @@ class Rig:
         server.connect(endpoint)
         host, port = await endpoint.listen("127.0.0.1", 0)
         address = NodeAddress(identity.node_id, host, port)
-        node = Node(identity, runner, server, budget, stats, seal_key, endpoint, address, now)
+        node = Node(identity, runner, server, budget, stats, seal_key, endpoint, address, now, slices)
         self.nodes.append(node)
         return node
 

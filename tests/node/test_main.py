@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from node.loading import LoadReport, load_slice
+from node.loading import LoadReport, read_slice
 from node.main import load_identity, run_node
+from node.placing import PlacingTimes
 from node.settings import NodeSettings
 from routing.addresses import parse_address
 from routing.endpoint import Endpoint
 from routing.errors import RemoteError, SettingsError
-from routing.types import Capabilities, Describe, Description
+from routing.types import Capabilities, Describe, Description, NodeAddress, SliceSpec
 from slicing.errors import ModelError
+from slicing.model_source import open_checkpoint
 from slicing.runner import PlainRunner
 from tests.node.rig import NETWORK_ID, TIMEOUT_S, Gateway, node_settings, until
 from tests.support.tiny_models import small_llama
@@ -41,10 +43,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Running:
     """A node that runs, and what it has told."""
 
-    def __init__(self, settings: NodeSettings) -> None:
+    def __init__(self, settings: NodeSettings, *, times: PlacingTimes | None = None) -> None:
         self.events: list[dict[str, Any]] = []
         self.task = asyncio.create_task(
-            run_node(settings, on_event=lambda event: self.events.append(dict(event)))
+            run_node(settings, on_event=lambda event: self.events.append(dict(event)), times=times)
         )
 
     def event(self, name: str) -> dict[str, Any] | None:
@@ -85,6 +87,17 @@ async def gateway() -> AsyncIterator[Gateway]:
         await made.endpoint.close()
 
 
+async def described(client: Gateway, address: NodeAddress) -> Description:
+    """What a node says that it serves; what else it says to whoever dials it is not looked at."""
+    link = await client.endpoint.dial(address)
+    await link.send(Describe())
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            _, message = await client.inbox.get()
+            if isinstance(message, Description):
+                return message
+
+
 async def test_a_node_loads_its_layers_measures_and_serves(folder: Path, tmp_path: Path) -> None:
     settings = {"model": str(folder), "layers": "1:3", "cache_dir": tmp_path, "key_path": tmp_path / "key"}
     async with running(**settings) as node, gateway() as client:
@@ -97,9 +110,7 @@ async def test_a_node_loads_its_layers_measures_and_serves(folder: Path, tmp_pat
         ]
         address = parse_address(ready["address"])
         assert address.node_id == load_identity(tmp_path / "key").node_id
-        link = await client.endpoint.dial(address)
-        await link.send(Describe())
-        (offer,) = (await client.receive(Description)).slices
+        (offer,) = (await described(client, address)).slices
         assert (str(offer.spec), offer.num_layers, len(offer.layer_hashes)) == ("1:3", 4, 2)
         assert offer.layer_ms > 0
         await node.stop()
@@ -134,8 +145,9 @@ def test_the_head_is_shared_among_threads_where_the_slice_holds_it(
     monkeypatch.setattr(PlainRunner, "widen_head", lambda self: asked.append(self.parts.closing))
     asked: list[bool] = []
     report = LoadReport(lambda event: None)
-    for layers in ("0:2", "2:4"):
-        load_slice(node_settings(model=str(folder), layers=layers, hold_ends=True, threads=1), report)
+    settings = node_settings(model=str(folder), hold_ends=True, threads=1)
+    for layers in (SliceSpec(0, 2), SliceSpec(2, 4)):
+        read_slice(settings, open_checkpoint(str(folder)), layers, report)
     assert asked == [False, True]
 
 

@@ -61,21 +61,33 @@ async def test_opening_twice_changes_nothing(rig: Rig) -> None:
     assert node.stats.sessions_opened == 1
 
 
-async def test_a_higher_epoch_starts_the_steps_again_and_keeps_the_cache(rig: Rig) -> None:
+async def test_a_route_that_resumes_keeps_the_cache_and_goes_on_with_the_steps(rig: Rig) -> None:
+    node = await rig.add_fake_node()
+    script = rig.script((node, 0, 6))
+    await script.open()
+    await script.run(1, 0, some_rows(3))
+    await script.run(2, 3, some_rows(1))
+    resumed = await script.reopen(answered=2)
+    assert (resumed.epoch, resumed.next_step) == (2, 3)
+    after = await script.run(3, 3, some_rows(1, seed=5))  # a roll-back, as on any route
+    whole = Whole()
+    whole.run(0, some_rows(3))
+    assert np.array_equal(rows_of(after), whole.run(3, some_rows(1, seed=5)))
+    assert len(node.runner.caches) == 1
+
+
+async def test_a_route_that_does_not_resume_starts_with_nothing(rig: Rig) -> None:
     node = await rig.add_fake_node()
     script = rig.script((node, 0, 6))
     await script.open()
     before = await script.run(1, 0, some_rows(3))
-    await script.run(2, 3, some_rows(1))
     script.epoch = 2
     await script.first.send(script.opening())
-    after = await script.run(1, 3, some_rows(1, seed=5))  # goes on from what is there
-    whole = Whole()
-    whole.run(0, some_rows(3))
-    assert np.array_equal(rows_of(after), whole.run(3, some_rows(1, seed=5)))
-    again = await script.run(2, 0, some_rows(3))  # or from the start
+    await script.send(2, 3, some_rows(1))
+    assert (await script.failure()).code == ErrorCode.STEP
+    again = await script.run(1, 0, some_rows(3))
     assert bytes(again.payload) == bytes(before.payload)
-    assert len(node.runner.caches) == 1
+    assert [cache.is_open for cache in node.runner.caches] == [False, True]
 
 
 async def test_steps_and_outputs_of_an_older_route_vanish(rig: Rig) -> None:

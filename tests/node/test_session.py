@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 
 from node.budget import MemoryBudget, default_budget_bytes, peak_memory_bytes
-from node.session import KEPT_STEPS, Admission, KeptOutputs, Session
+from node.history import History, HistoryBudget
+from node.session import Admission, Session
 from node.stats import NodeStats
 from routing.errors import ErrorCode, WorkError
-from routing.types import HopEntry, NodeId, SessionId, Step, WireDtype
+from routing.types import HopEntry, NodeId, SessionId, Step, StepFlag, WireDtype
 from tests.node.rig import DIGEST
 
 HIDDEN_SIZE = 2
@@ -31,11 +32,13 @@ def new_session(**changes: Any) -> Session:
         idle_timeout_s=60,
         **changes,
     )
-    return Session(SessionId(bytes(16)), 1, entry, cast(Any, None), NodeId(bytes(32)), [], 0.0)
+    held = state = cast(Any, None)
+    history = History(HistoryBudget(NodeStats()), max_bytes=1 << 20)
+    return Session(SessionId(bytes(16)), 1, entry, held, state, history, NodeId(bytes(32)), [], 0.0)
 
 
-def new_step(number: int, position: int, rows: int = 1, epoch: int = 1) -> Step:
-    return Step(SessionId(bytes(16)), epoch, number, position, rows, bytes(rows * 4 * HIDDEN_SIZE))
+def new_step(number: int, position: int, rows: int = 1, *, flags: StepFlag = StepFlag.NONE) -> Step:
+    return Step(SessionId(bytes(16)), 1, number, position, rows, bytes(rows * 4 * HIDDEN_SIZE), flags=flags)
 
 
 def admit(session: Session, step: Step) -> Admission:
@@ -45,7 +48,7 @@ def admit(session: Session, step: Step) -> Admission:
 def run(session: Session, step: Step) -> None:
     assert admit(session, step) is Admission.RUN
     session.accept(step)
-    session.note_done(step, step)
+    session.note_done(step, step, WireDtype.FLOAT32)
 
 
 def test_judging_a_step_changes_nothing() -> None:
@@ -74,22 +77,27 @@ def test_a_failed_step_may_come_again() -> None:
         admit(session, new_step(3, 2))
 
 
-def test_only_the_last_few_outputs_are_kept() -> None:
-    kept = KeptOutputs()
-    for number in range(1, 8):
-        kept.put(new_step(number, number), new_step(number, number))
-    assert [number for number in range(1, 8) if kept.holds(new_step(number, number))] == [4, 5, 6, 7]
-    assert kept.size_bytes == KEPT_STEPS * 4 * HIDDEN_SIZE
+def test_a_repeat_of_an_older_route_may_leave_out_numbers_that_were_undone() -> None:
+    session = new_session()
+    run(session, new_step(1, 0, 3))
+    with pytest.raises(WorkError):
+        admit(session, new_step(5, 2))
+    run(session, new_step(5, 2, flags=StepFlag.REPLAY))
+    assert (session.next_step, session.position) == (6, 3)
+    with pytest.raises(WorkError):
+        admit(session, new_step(9, 4, flags=StepFlag.REPLAY))  # rows between would be missing
 
 
-def test_large_outputs_are_let_go_earlier() -> None:
-    kept = KeptOutputs(max_bytes=100)
-    kept.put(new_step(1, 0, 10), new_step(1, 0, 10))
-    kept.put(new_step(2, 10, 5), new_step(2, 10, 5))
-    assert not kept.holds(new_step(1, 0, 10))
-    assert kept.holds(new_step(2, 10, 5))
-    kept.put(new_step(3, 15, 20), new_step(3, 15, 20))  # alone more than the budget
-    assert kept.size_bytes == 0
+def test_undone_steps_come_again_and_what_runs_of_them_is_for_nobody() -> None:
+    session = new_session()
+    for number in (1, 2, 3):
+        run(session, new_step(number, number - 1))
+    under_way = session.attempt
+    session.undo_from(2)
+    assert (session.next_step, session.last_done, session.position) == (2, 1, 1)
+    assert under_way.is_over
+    assert under_way.is_undone
+    run(session, new_step(2, 1))
 
 
 def test_a_budget_is_never_overdrawn_and_gives_back_what_was_taken() -> None:

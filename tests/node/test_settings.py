@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from node.settings import HostPort
+from node.settings import HostPort, ModelSlice
+from routing.address_policy import Scope
 from routing.types import SliceSpec
 from tests.node.rig import node_settings
 
@@ -51,3 +52,53 @@ def test_a_refusal_shows_no_secret() -> None:
     with pytest.raises(ValidationError) as refusal:
         node_settings(listen="0.0.0.0:0", psk=b"p" * 32)
     assert "ppp" not in str(refusal.value)
+
+
+def test_several_models_and_ranges_are_read_as_people_write_them() -> None:
+    settings = node_settings(models=["org/name@v1=0:4", "org/name@v1=6:8", ("smollm2", None), "a=b"])
+    assert [(wanted.model, wanted.layers) for wanted in settings.wanted] == [
+        ("fake", None),
+        ("org/name@v1", SliceSpec(0, 4)),
+        ("org/name@v1", SliceSpec(6, 8)),
+        ("smollm2", None),
+        ("a=b", None),
+    ]
+    only = node_settings(model="", models=["smollm2"])
+    assert only.wanted == (ModelSlice(model="smollm2"),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": ""}, "at least one model"),
+        ({"model": "", "models": ["m"], "layers": "0:1"}, "--layers needs --model"),
+        ({"overhead": 0}, "overhead"),
+        ({"overhead": 1.5}, "overhead"),
+        ({"bootstraps": ["nowhere"]}, "id@host:port"),
+        ({"models": ["m=3:3"]}, "A below B"),
+        ({"drain_s": -1}, "drain_s"),
+    ],
+)
+def test_what_a_node_of_a_network_cannot_be_told(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        node_settings(**changes)
+
+
+def test_a_bootstrap_or_a_sentinel_of_its_own_lets_placement_decide() -> None:
+    bootstrap = f"{'ab' * 32}@127.0.0.1:9000"
+    assert not node_settings().is_placed
+    assert node_settings(bootstraps=[bootstrap]).is_placed
+    assert node_settings(is_sentinel=True).is_placed
+    assert str(node_settings(bootstraps=[bootstrap]).bootstraps[0]) == bootstrap
+
+
+def test_a_node_that_is_told_its_outside_address_may_bind_every_interface() -> None:
+    bootstrap = f"{'ab' * 32}@127.0.0.1:9000"
+    assert node_settings(listen="0.0.0.0:0", bootstraps=[bootstrap]).public_addr is None
+
+
+def test_the_scope_is_a_name_or_found_from_the_addresses() -> None:
+    assert node_settings(scope="lan").scope is Scope.LAN
+    assert node_settings(scope="auto").scope is None
+    with pytest.raises(ValidationError, match="scope"):
+        node_settings(scope="everywhere")

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from routing.dispatcher import Dispatcher
 from routing.endpoint import Endpoint
 from routing.errors import RemoteError
 from routing.identity import Identity
 from routing.link import Link
+from routing.relay import RelayLimits, RelayServer
+from routing.reservations import Reservations
 from routing.transport import WebSocket, dial_websocket
-from routing.types import Capabilities, Message, NodeAddress, SessionId, Step
+from routing.types import Answer, Capabilities, Describe, Message, NodeAddress, SessionId, Step
 
 NETWORK_ID = b"n" * 32
 SESSION_ID = SessionId(b"s" * 16)
@@ -60,6 +63,25 @@ class Peer:
     address: NodeAddress
 
 
+@dataclass
+class Sentinel(Peer):
+    """A peer that relays."""
+
+    relay: RelayServer
+
+
+@dataclass
+class Hidden(Peer):
+    """A peer that only its sentinels can be reached through; `address` is by the first of them."""
+
+    reservations: Reservations
+    keeping: asyncio.Task[None]
+
+    def through(self, sentinel: Sentinel) -> NodeAddress:
+        place = sentinel.address
+        return NodeAddress(self.endpoint.node_id, place.host, place.port, place.node_id)
+
+
 class Rig:
     """Makes peers and closes them."""
 
@@ -74,11 +96,65 @@ class Rig:
         host, port = await endpoint.listen("127.0.0.1", 0)
         return Peer(endpoint, inbox, NodeAddress(endpoint.node_id, host, port))
 
+    async def sentinel(
+        self,
+        limits: RelayLimits | None = None,
+        *,
+        identity: Identity | None = None,
+        port: int = 0,
+        **options: Any,
+    ) -> Sentinel:
+        """A listening endpoint that relays."""
+        identity, inbox, dispatcher = identity or Identity.generate(), Inbox(), Dispatcher()
+        endpoint = Endpoint(identity, NETWORK_ID, Capabilities, dispatcher, **options)
+        relay = RelayServer(identity, NETWORK_ID, endpoint, limits=limits)
+        dispatcher.add(relay, RelayServer.KINDS)
+        dispatcher.add(inbox)
+        self._stack.push_async_callback(endpoint.close)
+        host, port = await endpoint.listen("127.0.0.1", port)
+        return Sentinel(endpoint, inbox, NodeAddress(endpoint.node_id, host, port), relay)
+
+    async def hidden(
+        self,
+        *sentinels: Sentinel,
+        identity: Identity | None = None,
+        count: int = 2,
+        places: list[NodeAddress] | None = None,
+        **options: Any,
+    ) -> Hidden:
+        """A peer that listens nowhere and has got a reservation at each sentinel; `places` are where they are."""
+        inbox, dispatcher = Inbox(), Dispatcher()
+        endpoint = Endpoint(identity or Identity.generate(), NETWORK_ID, Capabilities, dispatcher, **options)
+        held = asyncio.Event()
+
+        def look() -> None:
+            if len(reservations.sentinels) >= len(sentinels[:count]):
+                held.set()
+
+        places = places or [sentinel.address for sentinel in sentinels]
+        reservations = Reservations(endpoint, lambda: places, count=count, on_change=look)
+        dispatcher.add(reservations, Reservations.KINDS)
+        dispatcher.add(inbox, [Step, Answer, Describe])
+        keeping = asyncio.create_task(reservations.run())
+        self._stack.push_async_callback(endpoint.close)
+        self._stack.push_async_callback(cancelled, keeping)
+        async with asyncio.timeout(10.0):
+            await held.wait()
+        place = places[0]
+        address = NodeAddress(endpoint.node_id, place.host, place.port, place.node_id)
+        return Hidden(endpoint, inbox, address, reservations, keeping)
+
     async def pair(self, **options: Any) -> tuple[Peer, Peer, Link]:
         """Two peers and the first one's link to the second."""
         dialler, acceptor = await self.peer(**options), await self.peer(**options)
         link = await dialler.endpoint.dial(acceptor.address)
         return dialler, acceptor, link
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +163,8 @@ async def open_rig() -> AsyncIterator[Rig]:
     before = asyncio.all_tasks()
     async with contextlib.AsyncExitStack() as stack:
         yield Rig(stack)
-    assert asyncio.all_tasks() - before <= {asyncio.current_task()}
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, left
 
 
 @dataclass

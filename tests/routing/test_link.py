@@ -295,7 +295,7 @@ async def test_link_too_many_of_one_identity_is_told_busy_and_nobody_is_kicked(r
 
 
 async def test_peer_that_is_not_allowed_is_told_so(rig: Rig) -> None:
-    acceptor = await rig.peer(allow=lambda _: False)
+    acceptor = await rig.peer(allow=lambda *_: False)
     assert (await refusal(await rig.peer(), acceptor.address)).code is ErrorCode.NOT_ALLOWED
     assert acceptor.inbox.ups == []
 

@@ -201,6 +201,54 @@ def test_channels_are_bounded_on_both_sides() -> None:
         acceptor.open_channel()
 
 
+# --- circuits
+
+
+def test_circuits_channel_is_announced_and_its_credit_comes_back_only_when_told() -> None:
+    dialler, acceptor = Mux(is_dialler=True), Mux(is_dialler=False)
+    near = dialler.open_circuit()
+    far = acceptor.adopt(near.number)
+    near.source = Records(*[32_000] * 4)
+    for frame in frames(dialler):
+        assert isinstance(acceptor.receive(frame), DataFrame)
+    assert frames(acceptor) == []
+    acceptor.give_back(far, 128_000)
+    (credit,) = frames(acceptor)
+    dialler.receive(credit)
+    assert near.send_credit == WINDOW
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_adopting_a_number_of_ones_own_or_a_used_one_is_a_state_error(number: int) -> None:
+    acceptor = Mux(is_dialler=False)
+    acceptor.adopt(3)
+    with pytest.raises(ProtocolError) as caught:
+        acceptor.adopt(number)
+    assert caught.value.code is ErrorCode.STATE
+
+
+def test_circuit_that_breaks_its_credits_ends_alone() -> None:
+    for grant in (False, True):
+        dialler, acceptor = Mux(is_dialler=True), Mux(is_dialler=False)
+        channel = acceptor.adopt(dialler.open_circuit().number)
+        channel.receive_credit = 99
+        frame = HEADER.pack(FrameType.DATA, 0, 0, channel.number) + bytes(100)
+        if grant:
+            frame = HEADER.pack(FrameType.CREDIT, 0, 0, channel.number) + mux.MAX_WINDOW.to_bytes(4, "big")
+        assert acceptor.receive(frame) == ChannelEnd(channel, ErrorCode.FLOW)
+        assert [frame_name(sent) for sent in frames(acceptor)] == ["RESET"]
+        assert acceptor.receive(frame) is None
+
+
+def test_forgotten_channel_says_nothing() -> None:
+    dialler = Mux(is_dialler=True)
+    channel = dialler.open_circuit()
+    dialler.forget(channel)
+    dialler.forget(channel)
+    assert frames(dialler) == []
+    assert not dialler.channels
+
+
 MALFORMED = {
     "empty": b"",
     "cut header": HEADER.pack(FrameType.DATA, 0, 0, 1)[:7],

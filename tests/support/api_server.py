@@ -6,14 +6,15 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import uvicorn
 
-from app.engine.request import TextEngine
+from app.engine.request import Library, TextEngine
+from app.engine.shelf import Shelf
 from app.gateway import Gateway
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
@@ -93,12 +94,17 @@ class QuickServer(uvicorn.Server):
         await settles(lambda: not self.server_state.connections and not self.server_state.tasks)
 
 
+def serve_engines(*engines: TextEngine, **settings: Any) -> AbstractAsyncContextManager[Served]:
+    """Run the application over engines that are there."""
+    return serve_library(Shelf({engine.model_name: engine for engine in engines}), **settings)
+
+
 @asynccontextmanager
-async def serve_engines(*engines: TextEngine, **settings: Any) -> AsyncIterator[Served]:
+async def serve_library(library: Library, **settings: Any) -> AsyncIterator[Served]:
     """Run the application until the block is left."""
     metrics = GatewayMetrics()
     chosen = GatewaySettings(port=0, **settings)
-    app = create_app(chosen, {engine.model_name: engine for engine in engines}, metrics)
+    app = create_app(chosen, library, metrics)
     listener = socket.create_server(("127.0.0.1", 0))
     server = QuickServer(serve_config(app, chosen))
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -11,13 +11,15 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from routing import wire
 from routing.counters import LinkCounters
-from routing.endpoint import STALE_AFTER_S
-from routing.errors import ErrorCode, LinkError, RemoteError, SecurityError
+from routing.endpoint import PROBE_TIMEOUT_S, STALE_AFTER_S, Allow
+from routing.errors import ErrorCode, LinkError, RelayError, RemoteError, SecurityError, remote_error
+from routing.race import race
 from routing.types import Capabilities, Message, NodeAddress, NodeId
 
 Drop = Callable[["FakeLink", Message], bool]
@@ -51,6 +53,7 @@ class FakeNetwork:
         self.delay_s = delay_s
         self.drop = drop
         self.links: list[FakeLink] = []  # dialling sides, in the order they were made
+        self.endpoints: list[FakeEndpoint] = []
         self._ports = itertools.count(40001)
         self._listening: dict[tuple[str, int], FakeEndpoint] = {}
 
@@ -84,7 +87,16 @@ class FakeNetwork:
         endpoint = self._listening.get((address.host, address.port))
         if endpoint is None:
             raise LinkError(ErrorCode.LINK_LOST, f"nobody listens at {address.host}:{address.port}")
-        return endpoint
+        return endpoint if address.relay_id is None else self._behind(endpoint, address)
+
+    def _behind(self, sentinel: FakeEndpoint, address: NodeAddress) -> FakeEndpoint:
+        """A relayed address works while the node has a link to that sentinel; no reservation is asked for here."""
+        if sentinel.node_id != address.relay_id:
+            raise SecurityError(ErrorCode.ID_MISMATCH, "another node answers there")
+        for endpoint in self.endpoints:
+            if endpoint.node_id == address.node_id and endpoint.links_to(sentinel.node_id):
+                return endpoint
+        raise RelayError(ErrorCode.NO_RESERVATION, "the node has no link to that sentinel")
 
     def _forget(self, endpoint: FakeEndpoint) -> None:
         self._listening = {at: end for at, end in self._listening.items() if end is not endpoint}
@@ -95,12 +107,26 @@ class FakeLink:
 
     other_side: FakeLink
 
-    def __init__(self, network: FakeNetwork, owner: FakeEndpoint, peer: FakeEndpoint, *, is_dialler: bool):
+    def __init__(
+        self,
+        network: FakeNetwork,
+        owner: FakeEndpoint,
+        peer: FakeEndpoint,
+        *,
+        is_dialler: bool,
+        relay_id: NodeId | None = None,
+    ) -> None:
         self.own_id = owner.node_id
         self.peer_id = peer.node_id
         self.capabilities: Capabilities = peer.capabilities()
         self.is_dialler = is_dialler
+        self.relay_id = relay_id
+        self.peer_key: bytes = getattr(peer.identity, "public_key", b"")
+        self.peer_host = "" if relay_id is not None else "127.0.0.1"
+        self.peer_port = 0 if relay_id is not None else 40000
+        self.accepts_circuits = False
         self.rtt_ms: float | None = None
+        self.is_relayed = relay_id is not None  # tests may set it
         self.is_closed = False
         self.counters = LinkCounters()
         self.last_open_us = 0.0
@@ -162,11 +188,16 @@ class FakeLink:
         return await asyncio.shield(self._closed)
 
     async def close(self, code: int = 0) -> None:
-        """A clean CLOSE: what was sent before still arrives."""
+        """A clean CLOSE, or one with a code for the peer: what was sent before still arrives."""
+        self.refuse(code)
+
+    def refuse(self, code: int) -> None:
+        """The same without waiting."""
         if self.is_closed:
             return
         self._mark_closed(None)
-        self._later(lambda: self.other_side._mark_closed(None))
+        heard = remote_error(code, "the peer ended the link with this code") if code else None
+        self._later(lambda: self.other_side._mark_closed(heard))
 
     def cut(self) -> None:
         """Break the link now, on both sides; what is in flight is lost."""
@@ -241,7 +272,11 @@ class FakeEndpoint:
         *,
         network: FakeNetwork,
         psk: bytes | None = None,
+        accepted_psks: Sequence[bytes] = (),
         pad: bool = False,
+        allow: Allow | None = None,
+        timing: object = None,
+        limits: object = None,
     ) -> None:
         self.identity = identity
         self.node_id = identity.node_id
@@ -251,15 +286,18 @@ class FakeEndpoint:
         self.receiver_errors: list[Exception] = []
         self.num_dials = 0  # new links made, reuse apart
         self._network = network
-        self._psk = psk
+        self.set_secrets(psk, accepted_psks)
+        self.trusted: set[NodeId] = set()
+        self._allow = allow
+        network.endpoints.append(self)
         self._links: list[FakeLink] = []
         self._dialling: dict[NodeAddress, asyncio.Task[FakeLink]] = {}
 
     async def dial(self, address: NodeAddress) -> FakeLink:
         """Reuse a live link to that node, whoever dialled it, join a dial in progress, or make a link."""
-        for link in self.links_to(address.node_id):
-            if link.silent_for_s < STALE_AFTER_S:
-                return link
+        live = self._live_link(address.node_id)
+        if live is not None and (address.is_relayed or not live.is_relayed):
+            return live
         task = self._dialling.get(address)
         if task is None:
             task = asyncio.ensure_future(self._dial_new(address))
@@ -267,11 +305,44 @@ class FakeEndpoint:
             task.add_done_callback(lambda _: self._dialling.pop(address, None))
         return await asyncio.shield(task)
 
+    async def reach(self, addresses: Sequence[NodeAddress], *, timeout_s: float | None = None) -> FakeLink:
+        """A live link, or the first of the addresses that works, direct ones first."""
+        for address in addresses:
+            if (live := self._live_link(address.node_id)) is not None:
+                return live
+        ordered = sorted(addresses, key=lambda address: address.is_relayed)
+        if not ordered:
+            raise LinkError(ErrorCode.LINK_LOST, "no address of the node is known")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await race([partial(self.dial, address) for address in ordered])
+        except TimeoutError as error:
+            raise LinkError(ErrorCode.TIMEOUT, "the node could not be reached in time") from error
+
+    async def probe(self, address: NodeAddress, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+        """Whether the node answers there; leaves no link on either side."""
+        await asyncio.sleep(4 * self._network.delay_s)
+        self._check(self._network._find(address), address)
+
+    def set_secrets(self, psk: bytes | None, accepted_psks: Sequence[bytes] = ()) -> None:
+        self._psk = psk
+        self._accepted_psks = tuple(accepted_psks)
+
+    def recheck_allowed(self) -> None:
+        for link in self.links:
+            if not self._may_stay(link.peer_id, link.capabilities):
+                link.refuse(ErrorCode.NOT_ALLOWED)
+
+    @property
+    def links(self) -> list[FakeLink]:
+        return [link for link in self._links if not link.is_closed]
+
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         return self._network._listen(self, host, port)
 
     def links_to(self, node_id: NodeId) -> list[FakeLink]:
-        return [link for link in reversed(self._links) if link.peer_id == node_id and not link.is_closed]
+        newest_first = [link for link in reversed(self.links) if link.peer_id == node_id]
+        return sorted(newest_first, key=lambda link: link.is_relayed)
 
     async def close(self) -> None:
         self._network._forget(self)
@@ -281,19 +352,34 @@ class FakeEndpoint:
     async def _dial_new(self, address: NodeAddress) -> FakeLink:
         peer = self._network._find(address)
         await asyncio.sleep(4 * self._network.delay_s)  # websocket upgrade and Noise XX: two round trips
-        if peer.node_id != address.node_id:
-            raise SecurityError(ErrorCode.ID_MISMATCH, "another node answers there")
-        if peer.network_id != self.network_id or peer._psk != self._psk:
-            raise SecurityError(ErrorCode.NETWORK, "another network")
+        self._check(peer, address)
         self.num_dials += 1
-        mine = FakeLink(self._network, self, peer, is_dialler=True)
-        theirs = FakeLink(self._network, peer, self, is_dialler=False)
+        relay_id = address.relay_id
+        mine = FakeLink(self._network, self, peer, is_dialler=True, relay_id=relay_id)
+        theirs = FakeLink(self._network, peer, self, is_dialler=False, relay_id=relay_id)
         mine.other_side, theirs.other_side = theirs, mine
         self._network.links.append(mine)
         for side in (theirs, mine):
             side._owner._links.append(side)
             side._owner.receiver.on_link_up(side)
         return mine
+
+    def _check(self, peer: FakeEndpoint, address: NodeAddress) -> None:
+        """What a handshake finds out."""
+        if peer.node_id != address.node_id:
+            raise SecurityError(ErrorCode.ID_MISMATCH, "another node answers there")
+        if peer.network_id != self.network_id or self._psk not in (peer._psk, *peer._accepted_psks):
+            raise SecurityError(ErrorCode.NETWORK, "another network")
+        mine, theirs = self.capabilities(), peer.capabilities()
+        if not (self._may_stay(peer.node_id, theirs) and peer._may_stay(self.node_id, mine)):
+            raise SecurityError(ErrorCode.NOT_ALLOWED, "not on the allow list")
+
+    def _may_stay(self, node_id: NodeId, capabilities: Capabilities) -> bool:
+        return self._allow is None or node_id in self.trusted or self._allow(node_id, capabilities)
+
+    def _live_link(self, node_id: NodeId) -> FakeLink | None:
+        links = (link for link in self.links_to(node_id) if link.silent_for_s < STALE_AFTER_S)
+        return next(links, None)
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,6 +21,7 @@ from app.engine.request import (
     GenerationRequest,
     ModelStatus,
     PrefillProgress,
+    RouteHop,
     TextDelta,
     Timings,
 )
@@ -100,6 +101,7 @@ class ScriptedEngine:
     before_token: Callable[[int], object] = lambda _: None
     prefill_steps: int = 0
     replays: int = 0
+    route: tuple[RouteHop, ...] = ()
     num_open: int = 0
     num_opened: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -118,7 +120,8 @@ class ScriptedEngine:
                 yield PrefillProgress(step + 1, self.prefill_steps)
             tokens = self._tokens(request)
             async for event in answer_with(self.tokenizer, request, tokens, replays=self.replays):
-                yield event
+                is_end = isinstance(event, Finished)
+                yield replace(event, route=self.route) if is_end else event
         finally:
             self.num_open -= 1
 

@@ -1,0 +1,40 @@
+"""Which announced names this machine can open by itself: packaged models, what the hub's cache holds, folders here.
+
+Names come from strangers: they are matched against what is there, never followed as paths. Whether the model behind
+a name is the announced one is for its digest to say.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from slicing.gguf import PACKAGED
+from slicing.model_source import HUB_ID
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")  # one part of a path, and no hidden one
+
+
+def is_here(name: str) -> bool:
+    """Whether `open_checkpoint(name, may_fetch=False)` has something to open; looks at files only."""
+    if name in PACKAGED:
+        return importlib.util.find_spec(PACKAGED[name].module) is not None
+    if is_hub_id(name):
+        return _is_cached(name)
+    return FOLDER_NAME.fullmatch(name) is not None and (Path(name) / "config.json").is_file()
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is an "org/name" of a hub, and no folder of this machine."""
+    return HUB_ID.fullmatch(name) is not None and ".." not in name and not Path(name).exists()
+
+
+def _is_cached(name: str) -> bool:
+    repo, _, revision = name.partition("@")
+    try:
+        return isinstance(try_to_load_from_cache(repo, "config.json", revision=revision or None), str)
+    except ValueError:  # no name that a hub would give
+        return False

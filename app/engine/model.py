@@ -1,0 +1,117 @@
+"""One model as the gateway opens it: first looked up (configuration, digest, no weights), then its ends loaded.
+
+Computes in the caller's thread. Knows no network and no other model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from app.engine.coverage import ModelFacts
+from app.engine.text import PREFILL_CHUNK
+from app.engine.tokenizer import ChatTokenizer, age_of
+from routing.errors import SettingsError
+from routing.types import SliceSpec, WireDtype
+from slicing.buffers import DTYPES
+from slicing.checkpoint import Checkpoint
+from slicing.miniature import check_cut
+from slicing.model_source import open_checkpoint
+from slicing.progress import Progress, no_progress
+from slicing.runner import Parts, PlainRunner, max_positions
+
+
+@dataclass(frozen=True, slots=True)
+class EndsSettings:
+    """Where and how the ends of every model run. `local_layers` are the first K and last J layers kept at home."""
+
+    ends: Literal["local", "remote"] = "local"
+    local_layers: tuple[int, int] = (1, 0)
+    wire: Literal["auto", "bf16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    threads: int = 1
+    prefill_chunk: int = PREFILL_CHUNK
+    max_positions: int | None = None
+    cache_dir: Path | None = None
+
+    @property
+    def is_thin(self) -> bool:
+        """No weights here: the first node embeds, the last one draws."""
+        return self.ends == "remote"
+
+    @property
+    def wire_dtype(self) -> WireDtype | None:
+        return WireDtype.BFLOAT16 if self.wire == "bf16" else None
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A model without its weights."""
+
+    checkpoint: Checkpoint
+    facts: ModelFacts
+    middle: SliceSpec  # the layers that nodes run
+    created: int  # Unix seconds
+
+
+def look_up(
+    model: str,
+    settings: EndsSettings,
+    *,
+    name: str | None = None,
+    may_fetch: bool = True,
+    progress: Progress = no_progress,
+) -> LookedUp:
+    """Read what there is to know without weights. Raises ModelError, SettingsError, LoadStopped."""
+    checkpoint = open_checkpoint(model, cache_dir=settings.cache_dir, progress=progress, may_fetch=may_fetch)
+    config = checkpoint.config
+    limit = max_positions(config)
+    facts = ModelFacts(
+        name=name or checkpoint.public_name,
+        digest=checkpoint.digest,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=min(limit, settings.max_positions or limit),
+    )
+    return LookedUp(checkpoint, facts, middle_layers(settings, facts.num_layers), age_of(checkpoint.folder))
+
+
+def load_ends(
+    found: LookedUp, settings: EndsSettings, progress: Progress = no_progress
+) -> tuple[PlainRunner | None, ChatTokenizer]:
+    """Load the tokenizer and, unless thin, the weights of the ends. Raises ModelError (CannotCut too), LoadStopped."""
+    check_cut(found.checkpoint.config)
+    tokenizer = ChatTokenizer.load(found.checkpoint.folder)
+    if settings.is_thin:
+        return None, tokenizer
+    middle, num_layers = found.middle, found.facts.num_layers
+    held = tuple(part for part in ((0, middle.start), (middle.end, num_layers)) if part[0] < part[1])
+    parts = Parts(layers=held, opening=True, closing=True)
+    dtype = _compute_dtype(settings, found.checkpoint)
+    runner = PlainRunner.load(found.checkpoint, parts, dtype=dtype, device=settings.device, progress=progress)
+    runner.widen_head()
+    return runner, tokenizer
+
+
+def middle_layers(settings: EndsSettings, num_layers: int) -> SliceSpec:
+    """The layers that nodes run. Raises SettingsError when home would hold more layers than there are."""
+    if settings.is_thin:
+        return SliceSpec(0, num_layers)
+    first, last = settings.local_layers
+    if first < 0 or last < 0 or first + last > num_layers:
+        raise SettingsError(f"local layers {first}:{last} do not fit a model of {num_layers} layers")
+    if first + last == num_layers:
+        raise SettingsError(f"local layers {first}:{last} leave none of {num_layers} layers for a node")
+    return SliceSpec(first, num_layers - last)
+
+
+def _compute_dtype(settings: EndsSettings, checkpoint: Checkpoint) -> torch.dtype:
+    """Float32 on a CPU (exact, and its fastest), the checkpoint's own on an accelerator."""
+    if settings.dtype == "auto":
+        return torch.float32 if settings.device == "cpu" else checkpoint.dtype
+    return DTYPES[settings.dtype]

@@ -1,0 +1,31 @@
+"""A library of engines that are all open: what a fixed set of models looks like to the API. Knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.engine.request import KnownModel, TextEngine
+
+
+class Shelf:
+    """A `Library` over engines by name; they may be added to later."""
+
+    def __init__(self, engines: Mapping[str, TextEngine]) -> None:
+        self._engines = engines
+
+    def models(self) -> tuple[KnownModel, ...]:
+        return tuple(_known(name, engine) for name, engine in self._engines.items())
+
+    def find(self, name: str) -> KnownModel | None:
+        engine = self._engines.get(name)
+        return None if engine is None else _known(name, engine)
+
+    def unserved(self) -> dict[str, str]:
+        return {}
+
+    async def engine(self, name: str) -> TextEngine:
+        return self._engines[name]
+
+
+def _known(name: str, engine: TextEngine) -> KnownModel:
+    return KnownModel(name, engine.coverage(), engine.tokenizer.created, engine.max_positions)

@@ -1,0 +1,148 @@
+"""What a sentinel between two peers costs: round trips through it and direct ones, and a small message beside a bulk.
+
+A real sentinel, and a node that nobody can dial; delay proxies stand for the wires. Everything in pairs within one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from bench.report import Report, quartiles
+from cli.children import Children, thread_environment
+from cli.membership import read_membership
+from cli.options import DEFAULT_NETWORK
+from routing.addresses import parse_address
+from routing.endpoint import Endpoint
+from routing.errors import RemoteError
+from routing.identity import Identity
+from routing.link import Link
+from routing.types import Capabilities, Message, NodeAddress, SessionId, Step
+from tests.support.delay_proxy import DelayProxy, Path
+
+MODEL = "smollm2"
+LEG_MS = 12.5
+NUM_PINGS = 200
+NUM_DELAYED_PINGS = 40
+BULK_BYTES = 1 << 20
+RATE_BPS = 50e6 / 8
+
+
+class _Deaf:
+    """A receiver that wants nothing."""
+
+    def on_message(self, link: Link, message: Message) -> None: ...
+
+    def on_link_up(self, link: Link) -> None: ...
+
+    def on_link_closed(self, link: Link, error: RemoteError | None) -> None: ...
+
+
+async def measure_relay(report: Report) -> None:
+    """A round trip through a sentinel: at most one more round trip and 1 ms. Bulk beside it: at most twice as long."""
+    report.section("relay")
+    await _compare(report, "loopback", Path(), NUM_PINGS)
+    await _compare(report, f"legs of {LEG_MS} ms", Path(delay_s=LEG_MS / 1000), NUM_DELAYED_PINGS)
+    await _beside_bulk(report)
+
+
+async def _compare(report: Report, name: str, path: Path, num_pings: int) -> None:
+    async with _relayed(path) as (address, sentinel), _client() as near, _client() as far:
+        proxy = DelayProxy(("127.0.0.1", address.port), path)
+        host, port = await proxy.start()
+        direct = await near.dial(replace(address, host=host, port=port))
+        relayed = await far.dial(_through(address, sentinel))
+        pairs = [(await direct.ping(), await relayed.ping()) for _ in range(num_pings)]
+        await proxy.close()
+    report.add("relay", f"{name}: direct round trip", quartiles([pair[0] for pair in pairs]), "ms")
+    report.add("relay", f"{name}: through a sentinel", quartiles([pair[1] for pair in pairs]), "ms")
+    extra = quartiles([pair[1] - pair[0] for pair in pairs])
+    report.add("relay", f"{name}: extra", extra, "ms", f"median <= {2 * path.delay_s * 1000:g} + 1")
+
+
+async def _beside_bulk(report: Report) -> None:
+    """Small round trips of one client while another sends 1 MB through the same sentinel to the same node."""
+    path = Path(delay_s=LEG_MS / 1000, rate_bps=RATE_BPS)
+    async with _relayed(path) as (address, sentinel), _client() as one, _client() as two:
+        small = await one.dial(_through(address, sentinel))
+        bulk = await two.dial(_through(address, sentinel))
+        idle = [await small.ping() for _ in range(NUM_DELAYED_PINGS)]
+        step = Step(SessionId(bytes(16)), 1, 1, 0, 1, bytes(BULK_BYTES))
+        during: list[float] = []
+        for _ in range(4):
+            sending = asyncio.create_task(bulk.send(step))
+            while not sending.done():
+                during.append(await small.ping())
+            await sending
+    report.add("relay", "beside 1 MB: idle round trip", quartiles(idle), "ms")
+    report.add("relay", "beside 1 MB: meanwhile", quartiles(during), "ms")
+    ratio = quartiles(during)["median"] / quartiles(idle)["median"]
+    report.add("relay", "beside 1 MB: meanwhile over idle", ratio, "", "<= 2")
+
+
+def _through(address: NodeAddress, sentinel: NodeAddress) -> NodeAddress:
+    return NodeAddress(address.node_id, sentinel.host, sentinel.port, sentinel.node_id)
+
+
+@asynccontextmanager
+async def _client() -> AsyncIterator[Endpoint]:
+    network_id = read_membership(DEFAULT_NETWORK, None).network_id
+    endpoint = Endpoint(Identity.generate(), network_id, Capabilities, _Deaf())
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()
+
+
+@asynccontextmanager
+async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]:
+    """A node (its real address, which it does not tell) that is reached through a sentinel behind a slow wire."""
+    async with Children() as children:
+        proxies: list[DelayProxy] = []
+        try:
+            sentinel_port = _free_port()
+            sentinel = await _start(children, "sentinel", ["--listen", f"127.0.0.1:{sentinel_port}"])
+            ports = []
+            for _ in range(2):  # one wire for the node, one for the clients
+                proxy = DelayProxy(("127.0.0.1", sentinel_port), path)
+                proxies.append(proxy)
+                ports.append((await proxy.start())[1])
+            port, dark = _free_port(), _free_port()
+            arguments = [
+                "--model",
+                MODEL,
+                "--layers",
+                "0:1",
+                "--threads",
+                "1",
+                "--listen",
+                f"127.0.0.1:{port}",
+            ]
+            arguments += ["--public-addr", f"127.0.0.1:{dark}"]
+            arguments += ["--bootstrap", str(replace(sentinel, port=ports[0]))]
+            node = await _start(children, "host", arguments)
+            address = NodeAddress(node.node_id, "127.0.0.1", port)
+            yield address, replace(sentinel, port=ports[1])
+        finally:
+            for proxy in proxies:
+                await proxy.close()
+
+
+async def _start(children: Children, command: str, arguments: list[str]) -> NodeAddress:
+    child = await children.start(
+        command,
+        [command, *arguments, "--events", "json", "--until-eof"],
+        on_event=lambda _: None,
+        environment=thread_environment(1),
+    )
+    ready = await child.wait_for("ready")
+    return parse_address(str(ready["address"]))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,155 @@
+"""`diffuse sentinel`: a meeting point with a public address. It holds no model and needs no torch.
+
+It introduces members to each other, tells them how they are seen from outside, and passes sealed traffic on to those
+who cannot be dialled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from cli import options as opt
+from cli import show
+from cli.state import RunFile, default_state_dir
+from cli.telling import Teller
+
+if TYPE_CHECKING:
+    from routing.identity import Identity
+    from routing.network import NetworkSettings
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - to tell them from addresses
+_ELSEWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - documentation: nothing is sent there
+
+
+def sentinel(
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="What to bind; 0.0.0.0 is every interface, port 0 takes a free one.",
+        ),
+    ] = "127.0.0.1:0",
+    public_addr: Annotated[
+        str | None,
+        typer.Option(
+            "--public-addr",
+            metavar="HOST:PORT",
+            help="What to tell others, where that differs from --listen.",
+        ),
+    ] = None,
+    bootstrap: opt.BootstrapOption = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--key", help="Identity key file, made if missing. Left out: sentinel.key in the state folder."
+        ),
+    ] = None,
+    network: opt.NetworkOption = opt.DEFAULT_NETWORK,
+    scope: opt.ScopeOption = opt.Scope.AUTO,
+    psk_file: opt.PskFileOption = None,
+    allow_file: opt.AllowFileOption = None,
+    state_dir: opt.StateDirOption = None,
+    events: opt.EventsOption = opt.Events.TEXT,
+    until_eof: opt.UntilEofOption = False,
+) -> None:
+    """Be a meeting point for a swarm, and print the ID@HOST:PORT that others pass to --bootstrap.
+
+    Ctrl+C, or `diffuse leave`, tells those who use it where else to go; a second Ctrl+C ends at once.
+    """
+    from cli.runtime import run_fast, run_until_signal, start_logging
+
+    if until_eof:
+        from cli.lifeline import end_with_parent
+
+        end_with_parent()
+    start_logging(logging.WARNING)
+    from cli.key_files import live_move, load_or_make
+    from cli.membership import read_allow_list, read_membership
+    from cli.swarm import network_settings
+
+    state = state_dir or default_state_dir()
+    key_file = key or state / "sentinel.key"
+    identity = load_or_make(key_file)
+    membership = read_membership(network, psk_file)
+    bootstraps = opt.parse_addresses(bootstrap, "--bootstrap")
+    settings = network_settings(
+        membership,
+        bootstraps,
+        scope,
+        listen=opt.parse_host_port(listen, "--listen"),
+        public_addr=opt.parse_host_port(public_addr, "--public-addr") if public_addr else None,
+        state_dir=state,
+        is_sentinel=True,
+        allow=read_allow_list(allow_file, membership, bootstraps),
+        moved=live_move(key_file, identity),
+    )
+    _check_port(settings)
+    teller = Teller(events)
+    with RunFile(state, "sentinel", identity.node_id.hex()) as run_file:
+        if run_file.trouble:
+            show.note(run_file.trouble)
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            run_file.note(event)
+            teller.tell(event)
+
+        run_fast(run_until_signal(run_sentinel(identity, settings, on_event)))
+    show.note("stopped")
+
+
+async def run_sentinel(identity: Identity, settings: NetworkSettings, on_event: OnEvent) -> None:
+    """Serve until cancelled; then say goodbye and close every link. Raises `SettingsError` or `LinkError`."""
+    from routing.network import Network
+    from routing.types import NodeAddress
+
+    network = Network(identity, settings)
+    try:
+        bound = await network.start()
+        assert bound is not None, "a sentinel listens"
+        address = NodeAddress(identity.node_id, *told_place(settings.public_addr, bound))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(network.run())
+            place = show.host_port(*bound)
+            on_event({"event": "ready", "role": "sentinel", "address": str(address), "bound": place})
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await network.leave()
+    finally:
+        await network.close()
+        on_event({"event": "stopped"})
+
+
+def told_place(public_addr: tuple[str, int] | None, bound: tuple[str, int]) -> tuple[str, int]:
+    """Where to tell people to find us. A wildcard is no address: then that of the interface that leads outside."""
+    if public_addr is not None:
+        return public_addr[0], public_addr[1] or bound[1]
+    return (_outward_host(bound[0]) if bound[0] in WILDCARDS else bound[0]), bound[1]
+
+
+def _outward_host(wildcard: str) -> str:
+    """The address of ours that packets to elsewhere would carry; loopback where there is no way out."""
+    family, loopback = (socket.AF_INET6, "::1") if ":" in wildcard else (socket.AF_INET, "127.0.0.1")
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((_ELSEWHERE[wildcard], 9))  # of a datagram socket: looks up the way, sends nothing
+        return str(probe.getsockname()[0])
+    return loopback
+
+
+def _check_port(settings: NetworkSettings) -> None:
+    """Say in the flags' words that a port is taken, before anything else begins."""
+    from cli.ports import check_listen
+
+    assert settings.listen is not None
+    check_listen(*settings.listen)

@@ -1,0 +1,206 @@
+"""How a session gets its place on this node: opened, or taken on by a later route with what is held; and its next hop.
+
+On the event loop. Knows nothing of what a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from node.held_slice import HeldSlice
+from node.history import KEPT_ANSWER_BYTES, KEPT_ANSWERS, SESSION_BYTES, History, HistoryBudget
+from node.outbox import Outbox
+from node.return_path import ReturnPath
+from node.session import Session
+from node.session_table import SessionTable
+from node.slice_table import SliceTable
+from node.stats import NodeStats
+from node.step_flow import StepFlow, hop_lost
+from node.step_job import new_state
+from routing import wire
+from routing.endpoint import Endpoint
+from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError
+from routing.link import Link
+from routing.sealing import LEAVE
+from routing.types import Cancel, HopEntry, NodeAddress, Open, Resumed
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 30.0  # to the next hop of a first route: it may be busy with loading its slice
+REDIAL_TIMEOUT_S = 1.0  # of a live route: somebody waits for the next token
+MayDial = Callable[[NodeAddress], bool]
+
+
+class Openings:
+    """Takes Opens and Resumeds. `free` ends a session without telling the next hop."""
+
+    def __init__(
+        self,
+        slices: SliceTable,
+        seal_key: wire.SealKey,
+        sessions: SessionTable,
+        *,
+        steps: StepFlow,
+        outbox: Outbox,
+        returns: ReturnPath,
+        stats: NodeStats,
+        tasks: asyncio.TaskGroup,
+        clock: Callable[[], float],
+        may_dial: MayDial,
+        free: Callable[[Session], None],
+    ) -> None:
+        self._slices = slices
+        self._seal_key = seal_key
+        self._sessions = sessions
+        self._steps = steps
+        self._outbox = outbox
+        self._returns = returns
+        self._stats = stats
+        self._tasks = tasks
+        self._clock = clock
+        self._may_dial = may_dial
+        self._free = free
+        self._histories = HistoryBudget(stats)
+        self._endpoint: Endpoint | None = None
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Give it the endpoint that next hops are dialled with."""
+        self._endpoint = endpoint
+
+    def take(self, link: Link, opening: Open) -> None:
+        """Open or re-route a session. Raises RemoteError, with nothing changed, for an Open that cannot be taken."""
+        entry = self._read_entry(opening)
+        session = self._sessions.get(opening.session_id)
+        held = self._slices.find(entry, session_held=session.held if session else None)
+        if session is None:
+            self._open(link, opening, entry, held)
+        elif not hmac.compare_digest(session.entry.route_key, entry.route_key):
+            raise SecurityError(ErrorCode.NOT_ALLOWED, "the session belongs to another key")
+        elif opening.epoch > session.epoch:
+            self._reroute(session, link, opening, entry, held)
+
+    def take_resumed(self, link: Link, resumed: Resumed) -> None:
+        """The next hop of a re-routed session says what it has: send what it lacks, and tell the hop before."""
+        session = self._sessions.get(resumed.session_id)
+        if session is None or session.next_link is not link or resumed.epoch != session.epoch:
+            return
+        if session.onward_from is not None:
+            return  # it said so before
+        self._steps.next_hop_takes(session, resumed.next_step)
+        if not session.is_fresh:
+            self._tell_upstream(session)
+
+    def _read_entry(self, opening: Open) -> HopEntry:
+        aad = wire.entry_aad(opening.session_id, opening.epoch, opening.hop)
+        entry = wire.open_entry(opening.entries[opening.hop], self._seal_key, aad)
+        if (entry.hop, entry.num_hops) != (opening.hop, len(opening.entries)):
+            raise ProtocolError(ErrorCode.MALFORMED, "the route entry is for another place in the chain")
+        return entry
+
+    def _open(self, link: Link, opening: Open, entry: HopEntry, held: HeldSlice) -> None:
+        if self._sessions.was_cancelled(opening.session_id, opening.epoch, entry.route_key):
+            logger.debug("session %s: cancelled before it was opened", opening.session_id[:4].hex())
+            return
+        self._sessions.check_room(link.peer_id)
+        session = Session(
+            opening.session_id,
+            opening.epoch,
+            entry,
+            held,
+            new_state(held.runner, entry),
+            self._new_history(entry),
+            link.peer_id,
+            bound=[link],
+            last_seen=self._clock(),
+        )
+        self._sessions.add(session)
+        self._slices.attach(held)
+        self._stats.sessions_opened += 1
+        self._stats.num_sessions += 1
+        logger.debug("session %s hop %d: opened", session.name, entry.hop)
+        if entry.resumes:
+            self._tell_upstream(session)  # whatever the next hop has: everything is needed here
+        self._reach_next(session, opening)
+
+    def _new_history(self, entry: HopEntry) -> History:
+        if entry.next_hop is None:
+            return History(self._histories, max_bytes=KEPT_ANSWER_BYTES, max_outputs=KEPT_ANSWERS)
+        return History(self._histories, max_bytes=SESSION_BYTES)
+
+    def _reroute(self, session: Session, link: Link, opening: Open, entry: HopEntry, held: HeldSlice) -> None:
+        self._stats.sessions_rerouted += 1
+        self._leave_next(session, entry)
+        if not (entry.resumes and held is session.held and session.keeps_state_for(entry)):
+            self._free(session)
+            self._open(link, opening, entry, held)
+            return
+        is_last, wire_before = entry.next_hop is None, session.entry.wire_out
+        session.reroute(opening.epoch, entry, link)
+        session.last_seen = self._clock()
+        logger.info("session %s hop %d: re-routed, epoch %d", session.name, entry.hop, session.epoch)
+        if not is_last:
+            self._reach_next(session, opening)
+            return
+        if entry.wire_out is not wire_before:
+            session.history.let_all_go()
+        self._steps.answers_from_here(session)
+        self._tell_upstream(session)
+
+    def _leave_next(self, session: Session, entry: HopEntry) -> None:
+        """Tell the next hop of the route so far that this one does without it, if it does."""
+        before, after = session.entry.next_hop, entry.next_hop
+        is_same = before is not None and after is not None and before.node_id == after.node_id
+        if session.next_link is None or is_same:
+            return
+        proof = wire.proof(session.entry.route_key, LEAVE, session.session_id, session.epoch)
+        self._outbox.put(session.next_link, Cancel(session.session_id, session.epoch, proof))
+
+    def _tell_upstream(self, session: Session) -> None:
+        if (upstream := session.upstream) is not None:
+            self._outbox.put(upstream, Resumed(session.session_id, session.epoch, session.next_step))
+
+    # The next hop ---------------------------------------------------------------------------------------------
+
+    def _reach_next(self, session: Session, opening: Open) -> None:
+        if session.entry.next_hop is not None:
+            onward = replace(opening, hop=opening.hop + 1)
+            self._tasks.create_task(self._dial_next(session, onward))
+
+    async def _dial_next(self, session: Session, onward: Open) -> None:
+        entry, link = session.entry, None
+        trouble = "the link to the next hop closed"
+        try:
+            link = await self._dial(entry)
+        except RemoteError as error:
+            trouble = f"the next hop cannot be reached, {error.code.name}"
+        except Exception as error:  # the address is a gateway's: whatever it makes of the resolver stays here
+            logger.warning("session %s: dialling raised %s", session.name, type(error).__name__)
+            trouble = "the next hop's address cannot be used"
+        if session.is_freed or session.epoch != onward.epoch:
+            return
+        if link is None or link.is_closed:
+            self.lose_next_hop(session, trouble)
+            return
+        session.next_link = link
+        self._outbox.put(link, onward)
+        if not entry.resumes:
+            self._steps.next_hop_takes(session, 1)
+
+    async def _dial(self, entry: HopEntry) -> Link:
+        assert self._endpoint is not None
+        assert entry.next_hop is not None
+        ways = [way for way in (entry.next_hop, *entry.next_alternatives) if self._may_dial(way)]
+        if not ways:
+            raise SecurityError(ErrorCode.NOT_ALLOWED, "this node does not dial there")
+        limit_s = REDIAL_TIMEOUT_S if entry.resumes else OPEN_TIMEOUT_S
+        return await self._endpoint.reach(ways, timeout_s=limit_s)
+
+    def lose_next_hop(self, session: Session, text: str) -> None:
+        """The gateway plans again; what is computed meanwhile waits."""
+        session.next_link = None
+        session.is_next_lost = True
+        self._returns.report(session, session.last_done, hop_lost(session, text))

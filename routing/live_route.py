@@ -1,0 +1,375 @@
+"""One route of a session while it is live: its links, the steps whose answers are due on it, and what troubles it.
+
+A chain makes one for each epoch. Looks out for silent and overdue hops while somebody waits. Knows nothing of
+planning, and of what comes after it has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from routing import sealing
+from routing.answers import SentStep, check_answer
+from routing.blame import Trouble
+from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
+from routing.link import Link
+from routing.opening import ChainOptions, RouteKeys, opening_of
+from routing.recorded import RecordedStep
+from routing.route_watch import Due, RouteWatch
+from routing.switch import Switch
+from routing.types import (
+    Answer,
+    Attach,
+    Failure,
+    NodeId,
+    Resumed,
+    Route,
+    Standing,
+    Step,
+    StepFlag,
+    Want,
+    WireDtype,
+)
+
+SUSPECT_POLL_S = 0.25  # between two looks at the hops while somebody waits
+PACE_POLL_S = 0.02  # between two looks at how far a replay is
+OPEN_TIMEOUT_S = 30.0  # of a first route: a node may be busy with loading its slice
+REDIAL_TIMEOUT_S = 1.0  # of a route that takes over: somebody waits for the next token
+REACH_LAST_S = 1.0  # a link for direct return is a gain, not a need; one that comes later is used too
+SMALL_BYTES = 64 << 10  # a step of this size is not worth waiting for its leaving; the answer is waited for
+MAX_TEXT = 200  # characters of what a node says about a failure
+
+
+class LiveRoute:
+    """Steps go in at the first hop, answers come back from the last; `trouble` is set when it cannot go on.
+
+    `may_do_without` tells whether another route exists without a node.
+    """
+
+    def __init__(
+        self,
+        switch: Switch,
+        route: Route,
+        wires: tuple[WireDtype, ...],
+        options: ChainOptions,
+        keys: RouteKeys,
+        *,
+        may_do_without: Callable[[NodeId], bool],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.route = route
+        self.wires = wires
+        self.keys = keys
+        self.trouble: asyncio.Future[Trouble] = loop.create_future()
+        self.resumed: asyncio.Future[int] = loop.create_future()
+        self.is_proved = False  # the session has had an answer, on this route or before
+        self.holds = False  # it is open, and every recorded step went in again
+        self._switch = switch
+        self._options = options
+        self._sent: dict[int, SentStep] = {}  # by step number: answers due
+        self._last_sent = self._last_answered = 0
+        self._links: list[Link | None] = [None] * len(route.hops)
+        self._heartbeats = contextlib.ExitStack()
+        self._better: Link | None = None  # a link to the first hop that the session should move to
+        self._rebuilt: list[RecordedStep] = []  # what nodes may compute again before the next answer
+        self._waits_for = 0  # the step that a replay waits for
+        self._watch = RouteWatch(
+            route,
+            keys,
+            self._links,
+            measured=lambda: switch.measured(route.hops[0].offer.model_digest),
+            may_do_without=may_do_without,
+            note=self.note,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The number of this route among the session's."""
+        return self.keys.epoch
+
+    @property
+    def is_live(self) -> bool:
+        """Whether nothing has gone wrong so far."""
+        return not self.trouble.done()
+
+    def uses(self, link: Link) -> bool:
+        """Whether this route runs over this link of ours."""
+        return any(own is link for own in self._links)
+
+    # Opening --------------------------------------------------------------------------------------------------
+
+    async def reach(self) -> None:
+        """Get links: to the first hop by all means, to the others in the background. Raises RemoteError."""
+        first, last = self.route.hops[0], len(self.route.hops) - 1
+        is_first_route = self.epoch == 1
+        limit_s = REDIAL_TIMEOUT_S if self.is_proved else OPEN_TIMEOUT_S
+        self._use(0, await self._switch.reach(first, limit_s))
+        for index in range(1, last + 1):
+            hop = self.route.hops[index]
+            link = self._switch.live_link(hop.address.node_id)
+            if link is None and index == last and is_first_route:
+                with contextlib.suppress(RemoteError):  # else it answers up the chain
+                    link = await self._switch.reach(hop, REACH_LAST_S)
+            if link is not None:
+                self._use(index, link)
+            else:
+                self._switch.reach_soon(hop)
+
+    def open(self) -> None:
+        """Send the Open. Raises RemoteError."""
+        first = self._links[0]
+        assert first is not None
+        first.post(opening_of(self.route, self.wires, self._options, self.keys))
+        self._watch.note_progress()
+
+    def expect(self, recorded: Iterable[RecordedStep]) -> None:
+        """Any of these steps may be computed again; answers that nobody has had yet are due, whoever repeats them."""
+        self._rebuilt = list(recorded)
+        for step in self._rebuilt:
+            if not step.is_answered:
+                self._sent[step.number] = self._sending(step, is_repeat=True)
+
+    def close(self) -> None:
+        """Stop asking its links for signs of life."""
+        self._heartbeats.close()
+
+    def _use(self, hop: int, link: Link) -> None:
+        self._links[hop] = link
+        self._heartbeats.enter_context(link.watch())
+
+    # Sending --------------------------------------------------------------------------------------------------
+
+    async def send(self, recorded: RecordedStep, *, is_repeat: bool = False) -> None:
+        """Send a step to the first hop. Raises RemoteError."""
+        recorded.widen_to(self.wires[0])
+        flags = StepFlag.TOKEN_IDS if self._options.takes_token_ids else StepFlag.NONE
+        flags |= StepFlag.REPLAY if is_repeat else StepFlag.NONE
+        want, want_rows = recorded.want, recorded.want_rows
+        if recorded.is_answered and not self._options.runs_closing:
+            want, want_rows = Want.NONE, ()  # repeated for its keys and values only
+        if not recorded.is_answered:
+            flags |= StepFlag.TRACE if self._options.trace else StepFlag.NONE
+            self._sent[recorded.number] = self._sending(recorded, is_repeat=is_repeat)
+        if not is_repeat:
+            self._move_to_better()
+            if len(self._sent) <= 1:
+                self._watch.note_progress()
+        self._last_sent = recorded.number
+        await self._post(
+            Step(
+                self.keys.session_id,
+                self.epoch,
+                recorded.number,
+                recorded.position,
+                recorded.rows,
+                recorded.payload,
+                want,
+                want_rows,
+                flags,
+                recorded.left_ms(time.monotonic()),
+            )
+        )
+
+    def _sending(self, recorded: RecordedStep, *, is_repeat: bool) -> SentStep:
+        return SentStep(
+            recorded,
+            recorded.wanted,
+            self._options.runs_closing,
+            self.wires[-1],
+            self._options.hidden_size or self.route.hops[-1].offer.hidden_size,
+            len(self.route.hops),
+            time.perf_counter(),
+            is_repeat,
+        )
+
+    async def _post(self, step: Step) -> None:
+        """Hand a step to the first link; wait until a large one has left, unless the route gets into trouble."""
+        first = self._links[0]
+        assert first is not None
+        if len(step.payload) <= SMALL_BYTES:
+            first.post(step)
+            return
+        sending = asyncio.ensure_future(first.send(step))
+        try:
+            if await self.wait(sending) is None:
+                sending.result()
+        finally:
+            if not sending.done():
+                sending.cancel()  # takes back what has not left
+                await asyncio.gather(sending, return_exceptions=True)
+
+    def _move_to_better(self) -> None:
+        """Bind the session to a better link to the first hop, when nothing can be lost on the one so far."""
+        better, is_idle = self._better, self._last_answered >= self._last_sent
+        if better is None or not is_idle:
+            return
+        self._better = None
+        if not better.is_closed:
+            self._attach(better)
+
+    def _attach(self, link: Link) -> None:
+        keys = self.keys
+        proof = sealing.proof(keys.route_key, sealing.ATTACH, keys.session_id, keys.epoch)
+        with contextlib.suppress(RemoteError):  # a link that is lost meanwhile is told by itself
+            link.post(Attach(keys.session_id, keys.epoch, proof))
+        self._use(0, link)
+
+    # What the links tell --------------------------------------------------------------------------------------
+
+    def take_answer(self, peer_id: NodeId, answer: Answer) -> tuple[SentStep, Answer] | None:
+        """An answer that was due, opened and checked; one already given, or not from the last hop, is dropped."""
+        hop = self.hop_of(peer_id)
+        may_answer = hop == len(self.route.hops) - 1 or StepFlag.SEALED in answer.flags
+        if hop is None or not may_answer or (sent := self._sent.pop(answer.step, None)) is None:
+            return None
+        try:
+            if StepFlag.SEALED in answer.flags:
+                answer = sealing.open_answer(self.keys.answer_key, answer)
+            check_answer(answer, sent)
+        except RemoteError as error:
+            self.note(self.seen(error, hop))
+            return None
+        self.is_proved = True
+        self._last_answered = max(self._last_answered, answer.step)
+        self._note_progress()
+        return sent, answer
+
+    def take_failure(self, peer_id: NodeId, failure: Failure) -> None:
+        """A hop says that a step or the session failed there. It may blame itself and those after it."""
+        sender = self.hop_of(peer_id)
+        if sender is None:
+            return
+        hop = failure.hop if sender <= failure.hop < len(self.route.hops) else sender
+        error = remote_error(failure.code, _printable(failure.text), hop=hop, retry_ms=failure.retry_ms)
+        before = self._node_at(hop - 1) if error.code is ErrorCode.HOP_LOST and hop else None
+        self.note(
+            Trouble(
+                error,
+                is_seen=False,
+                node_id=self._node_at(hop),
+                before=before,
+                is_told_by_itself=hop == sender,
+            )
+        )
+
+    def take_resumed(self, peer_id: NodeId, resumed: Resumed, last_number: int) -> None:
+        """The first hop says from which step on it needs them."""
+        if self.hop_of(peer_id) != 0 or self.resumed.done():
+            return
+        if not 1 <= resumed.next_step <= last_number + 1:
+            text = f"hop 0 has step {resumed.next_step - 1} of {last_number}"
+            self.note(self.seen(ProtocolError(ErrorCode.MALFORMED, text), 0))
+            return
+        self.resumed.set_result(resumed.next_step)
+        self._watch.note_progress()
+
+    def take_standing(self, peer_id: NodeId, standing: Standing) -> None:
+        """A hop says how far it is."""
+        hop = self.hop_of(peer_id)
+        if hop is not None:
+            self._watch.take(hop, standing)
+
+    def take_link_up(self, link: Link) -> None:
+        """A link to one of the nodes is there: use it where there was none, or where it is the better one."""
+        hop = self.hop_of(link.peer_id)
+        if hop is None:
+            return
+        own = self._links[hop]
+        if hop == 0:
+            if own is not None and own is not link and own.is_relayed:  # direct, or newer
+                self._better = link
+        elif own is None or own.is_closed or (own.is_relayed and not link.is_relayed):
+            self._use(hop, link)
+
+    def take_link_loss(self, link: Link, error: RemoteError | None) -> None:
+        """A link of ours is gone; it matters if the route uses it and something may be lost with it."""
+        hop = next((index for index, own in enumerate(self._links) if own is link), None)
+        if hop is None:
+            return
+        other = self._switch.live_link(link.peer_id)
+        is_idle = self.holds and self._last_answered >= self._last_sent and not self._sent
+        is_between = 0 < hop < len(self._links) - 1
+        if other is not None and self.is_live and (is_idle or is_between):
+            if hop == 0:
+                self._attach(other)
+            else:
+                self._use(hop, other)
+            return
+        text = "the node's link closed" if error is None else error.text
+        self.note(self.seen(LinkError(ErrorCode.LINK_LOST, text), hop))
+
+    # Waiting --------------------------------------------------------------------------------------------------
+
+    async def wait(self, future: asyncio.Future[Any]) -> Trouble | None:
+        """Wait for a future, or for trouble; look out for silent nodes and overdue steps meanwhile."""
+        while not future.done() and not self.trouble.done():
+            asked_at = time.monotonic()
+            waits = {future, self.trouble}
+            await asyncio.wait(waits, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            was_stopped = time.monotonic() - asked_at > 2 * SUSPECT_POLL_S  # then it was us who were silent
+            if was_stopped:
+                self._watch.note_progress()
+            elif not future.done() and not self.trouble.done():
+                self._watch.look(self._due)
+        return None if future.done() else self.trouble.result()
+
+    async def wait_done(self, number: int) -> Trouble | None:
+        """Wait until every hop that we can ask has done a step."""
+        self._waits_for = number
+        try:
+            while self.is_live:
+                self._watch.ask()
+                while not self._watch.is_told and self.is_live:
+                    await asyncio.sleep(PACE_POLL_S)
+                    self._watch.look(self._due)
+                if self.is_live and self._watch.have_done(number):
+                    self._watch.note_progress()
+                    return None
+                await asyncio.sleep(PACE_POLL_S)
+        finally:
+            self._waits_for = 0
+        return self.trouble.result()
+
+    def note(self, trouble: Trouble) -> None:
+        """The first trouble counts."""
+        if not self.trouble.done():
+            self.trouble.set_result(trouble)
+
+    def seen(self, error: RemoteError, hop: int | None) -> Trouble:
+        """Trouble that we noticed ourselves, with the node at `hop`."""
+        error.hop = hop if error.hop is None else error.hop
+        node_id = None if error.hop is None else self._node_at(error.hop)
+        is_link_lost = error.code in (ErrorCode.LINK_LOST, ErrorCode.KEEPALIVE)
+        is_up = is_link_lost and node_id is not None and self._switch.live_link(node_id) is not None
+        return Trouble(error, is_seen=True, node_id=node_id, is_node_up=is_up)
+
+    def _due(self) -> Due:
+        """What somebody waits for now."""
+        opens = self.keys.resumes and not self.resumed.done()
+        step = self._waits_for or min(self._sent, default=0)
+        steps = self._rebuilt or [sent.recorded for sent in self._sent.values()]
+        return Due(step, steps, is_first=not self.is_proved and not opens, is_anything=bool(step) or opens)
+
+    def _note_progress(self) -> None:
+        self._watch.note_progress()
+        self._rebuilt = []
+
+    # Who is who -----------------------------------------------------------------------------------------------
+
+    def hop_of(self, node_id: NodeId) -> int | None:
+        """The place of a node on this route."""
+        hops = self.route.hops
+        return next((index for index, hop in enumerate(hops) if hop.address.node_id == node_id), None)
+
+    def _node_at(self, hop: int) -> NodeId | None:
+        hops = self.route.hops
+        return hops[hop].address.node_id if 0 <= hop < len(hops) else None
+
+
+def _printable(text: str) -> str:
+    """What a node says, fit for a log."""
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_TEXT])

@@ -1,0 +1,96 @@
+"""Real processes that only gossip: who joins is known everywhere, and who is gone is routed to by nobody.
+
+No node computes here, so a dozen processes fit two cores. The long version is `make chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from routing.identity import Identity
+from routing.network import Network, NetworkSettings
+from routing.types import NodeAddress
+from tests.support.gossip_process import NETWORK_ID
+from tests.support.gossip_swarm import GossipSwarm, Member, open_swarm
+
+KNOWN_WITHIN_S = 10.0  # the issue's bar
+NUM_NODES = 8
+pytestmark = pytest.mark.processes
+
+
+@pytest_asyncio.fixture
+async def swarm(tmp_path: Path) -> AsyncIterator[GossipSwarm]:
+    async with open_swarm(tmp_path) as opened:
+        yield opened
+
+
+async def grow(swarm: GossipSwarm) -> list[NodeAddress]:
+    """A sentinel and eight nodes, settled; returns the bootstraps."""
+    sentinel = await swarm.start("--sentinel", bootstraps=[])
+    bootstraps = [sentinel.address]
+    await asyncio.gather(*(swarm.start(bootstraps=bootstraps) for _ in range(NUM_NODES)))
+    await swarm.until(swarm.is_settled, 60.0)
+    return bootstraps
+
+
+async def test_a_join_and_a_leave_are_known_everywhere_in_time(swarm: GossipSwarm) -> None:
+    bootstraps = await grow(swarm)
+    late = await swarm.start(bootstraps=bootstraps)
+    assert await swarm.until(swarm.is_settled, KNOWN_WITHIN_S) < KNOWN_WITHIN_S
+    began = time.monotonic()
+    await swarm.leave(late)
+    await swarm.until(swarm.is_settled, KNOWN_WITHIN_S)
+    assert time.monotonic() - began < 3.0  # the process' own end included
+
+
+async def test_nodes_that_are_killed_and_restarted_are_routable_and_dead_ones_are_not(
+    swarm: GossipSwarm,
+) -> None:
+    await churn(swarm, num_restarts=5, over_s=8.0)
+
+
+@pytest.mark.chaos
+async def test_twenty_restarts_in_a_minute(swarm: GossipSwarm) -> None:
+    await churn(swarm, num_restarts=20, over_s=60.0)
+
+
+async def churn(swarm: GossipSwarm, *, num_restarts: int, over_s: float) -> None:
+    """Kill a node again and again, with the same key and with new ones, at the same place and at others."""
+    bootstraps = await grow(swarm)
+    key = swarm.new_key()
+    victim = await swarm.start(bootstraps=bootstraps, key=key)
+    settings = NetworkSettings(NETWORK_ID, bootstraps=tuple(bootstraps))
+    async with Network(Identity.generate(), settings).running() as gateway:
+        await gateway.first_look(10.0)
+        for number in range(num_restarts):
+            began = time.monotonic()
+            await swarm.kill(victim)
+            victim = await restart(swarm, number, victim, key, bootstraps)
+            await asyncio.sleep(max(0.0, over_s / num_restarts - (time.monotonic() - began)))
+        took_s = await swarm.until(lambda: swarm.is_settled() and offers_all(gateway, swarm), KNOWN_WITHIN_S)
+        assert took_s < KNOWN_WITHIN_S
+
+
+async def restart(
+    swarm: GossipSwarm, number: int, victim: Member, key: Path, bootstraps: list[NodeAddress]
+) -> Member:
+    port = victim.address.port if number % 4 < 2 else 0
+    same_key = key if number % 2 else None
+    return await swarm.start("--port", str(port), bootstraps=bootstraps, key=same_key)
+
+
+def offers_all(gateway: Network, swarm: GossipSwarm) -> bool:
+    """Whether a gateway would route to every live node, on a link of its own, and to nobody else."""
+    nodes = {member.address.node_id for member in swarm.members[1:]}
+    records = gateway.directory.records()
+    return (
+        {record.address.node_id for record in records if record.is_verified}
+        == nodes
+        == {record.address.node_id for record in records}
+    )

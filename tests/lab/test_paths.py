@@ -1,0 +1,41 @@
+"""Paths that jitter, lose packets or are slow: nothing is given up for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.model import WholeAnswers
+from tests.lab.lab import Lab
+from tests.lab.swarm import LabSwarm
+from tests.lab.tun_link import LinkShape
+
+pytestmark = pytest.mark.netns
+PROMPT = "quick the fox"
+TOKENS = 8
+FLAPPING_S = 300.0
+# The link to each machine, so two of them are on every path between two.
+FLAPPING = LinkShape(delay_s=0.01, jitter_s=0.15, loss=0.005)
+
+
+@pytest.mark.timeout(600)
+def test_five_minutes_of_jitter_and_loss_withdraw_no_node_and_lose_no_request(
+    lab: Lab, tmp_path: Path, model: Path, whole: WholeAnswers
+) -> None:
+    swarm = LabSwarm(lab, tmp_path)
+    swarm.sentinel(lab.public_host("s1", "5.1.0.10", FLAPPING))
+    swarm.node(lab.public_host("a", "6.1.0.10", FLAPPING), model, "1:4")
+    swarm.node(lab.public_host("b", "7.1.0.10", FLAPPING), model, "4:7")
+    home = lab.public_host("g", "8.1.0.10", FLAPPING)
+    gateway = swarm.gateway(home, model)
+    asking = swarm.asking(gateway, PROMPT, num_tokens=TOKENS, for_s=FLAPPING_S, wait_s=60)
+    began, seen = time.monotonic(), []
+    while time.monotonic() - began < FLAPPING_S:
+        time.sleep(20)
+        seen.append(sum("node" in node["roles"] for node in swarm.status(home)["nodes"]))
+    told = swarm.answers(asking)
+    assert told["failed"] == []
+    assert {answer["text"] for answer in told["answers"]} == {whole.greedy(PROMPT, TOKENS)}
+    assert set(seen) == {2}, "a node was withdrawn"
