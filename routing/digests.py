@@ -36,11 +36,11 @@ def digest_of(
 def wanted(table: RecordTable, entries: Sequence[DigestEntry]) -> list[DigestEntry]:
     """Return what a peer tells that is newer than ours, or one more with a prefix that it tells twice."""
     known = table.digest
-    others = [entry for entry in entries if entry not in known]
+    others = sorted(entry for entry in entries if entry not in known)
     news = [entry for entry in others if entry[1] > table.sequence_of(entry[0])]
     if len(news) < len(others):
         counts = Counter(prefix for prefix, _ in entries)
-        news += [entry for entry in set(others).difference(news) if counts[entry[0]] > 1]
+        news += sorted(entry for entry in set(others).difference(news) if counts[entry[0]] > 1)
     return news
 
 

@@ -16,7 +16,7 @@ from routing.background import Background
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, LinkError, RemoteError
 from routing.link import Link
-from routing.suspicion import AskOthers, Ping, Suspected, Suspicion
+from routing.suspicion import AskOthers, Ping, Refuted, Suspected, Suspicion
 from routing.types import Message, NodeAddress, NodeId, PingReport, PingRequest
 
 TICK_S = 0.25
@@ -36,7 +36,11 @@ class _Asked:
 
 
 class Liveness:
-    """Runs `suspicion`. `ways(node_id)` are a member's announced addresses; `tell(node_id)` spreads a doubt."""
+    """Runs `suspicion`.
+
+    `ways(node_id)` are a member's announced addresses, `sequence(node_id)` the number of the record that told them;
+    `tell(node_id)` spreads a doubt, `end_doubt(node_id)` says that it was wrong.
+    """
 
     def __init__(
         self,
@@ -45,14 +49,18 @@ class Liveness:
         background: Background,
         *,
         ways: Callable[[NodeId], Sequence[NodeAddress]],
+        sequence: Callable[[NodeId], int | None],
         tell: Callable[[NodeId], None],
+        end_doubt: Callable[[NodeId], None],
         on_change: Callable[[], None],
     ) -> None:
         self._endpoint = endpoint
         self._suspicion = suspicion
         self._background = background
         self._ways = ways
+        self._sequence = sequence
         self._tell = tell
+        self._end_doubt = end_doubt
         self._on_change = on_change
         self._suspected: frozenset[NodeId] = frozenset()
         self._asked: dict[int, _Asked] = {}
@@ -71,6 +79,8 @@ class Liveness:
                         self._background.spawn(self._ask_others(node_id, via), "an indirect ping")
                     case Suspected(node_id=node_id):
                         self._tell(node_id)
+                    case Refuted(node_id=node_id):
+                        self._end_doubt(node_id)
             self.look()
             await asyncio.sleep(TICK_S)
 
@@ -90,9 +100,9 @@ class Liveness:
         self._suspicion.note_alive(node_id)
         self.look()
 
-    def note_failed(self, node_id: NodeId) -> None:
-        """A member could not be reached."""
-        self._suspicion.note_failed(node_id)
+    def note_failed(self, node_id: NodeId, sequence: int | None = None) -> None:
+        """A member could not be reached at the place that its record of this number told."""
+        self._suspicion.note_failed(node_id, sequence)
         self.look()
 
     def check(self, node_id: NodeId, *, is_lost: bool = False) -> None:
@@ -124,13 +134,14 @@ class Liveness:
     # --- pings
 
     async def _check(self, node_id: NodeId, is_lost: bool) -> None:
+        sequence = self._sequence(node_id)
         try:
             async with self._room:
                 await self._reach(node_id, PING_TIMEOUT_S, by_relays=True)
         except (RemoteError, TimeoutError) as error:
             code = error.code if isinstance(error, RemoteError) else ErrorCode.TIMEOUT
             if is_lost or code == ErrorCode.ID_MISMATCH:  # in the latter case somebody else is there now
-                self._suspicion.note_failed(node_id)
+                self._suspicion.note_failed(node_id, sequence)
             elif code != ErrorCode.TIMEOUT:
                 self._suspicion.note_unanswered(node_id)
         else:
@@ -161,13 +172,15 @@ class Liveness:
             raise trouble
 
     async def _ask_others(self, node_id: NodeId, via: Iterable[NodeId]) -> None:
-        if await self._ask(node_id, via):
-            self.note_alive(node_id)
+        """Pass on what each helper saw: one that does not even say no speaks against our own network."""
+        for answer in asyncio.as_completed(self._asks(node_id, via)):
+            if (is_alive := await answer) is not None:
+                self._suspicion.note_report(node_id, is_alive=is_alive)
+                self.look()
 
     async def _ask(self, node_id: NodeId, via: Iterable[NodeId]) -> bool:
         """Whether one of these peers, as far as we have links to them, reaches the node."""
-        links = [self._endpoint.links_to(peer_id)[:1] for peer_id in via]
-        asks = [asyncio.ensure_future(self._ask_one(link, node_id)) for found in links for link in found]
+        asks = self._asks(node_id, via)
         try:
             for answer in asyncio.as_completed(asks):
                 if await answer:
@@ -177,7 +190,12 @@ class Liveness:
                 ask.cancel()
         return False
 
-    async def _ask_one(self, link: Link, node_id: NodeId) -> bool:
+    def _asks(self, node_id: NodeId, via: Iterable[NodeId]) -> list[asyncio.Future[bool | None]]:
+        links = [self._endpoint.links_to(peer_id)[:1] for peer_id in via]
+        return [asyncio.ensure_future(self._ask_one(link, node_id)) for found in links for link in found]
+
+    async def _ask_one(self, link: Link, node_id: NodeId) -> bool | None:
+        """What this peer says; None when it says nothing in time."""
         nonce = secrets.randbits(63)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._asked[nonce] = _Asked(link.peer_id, node_id, answer)
@@ -186,7 +204,7 @@ class Liveness:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 return await answer
         except (TimeoutError, RemoteError):
-            return False
+            return None
         finally:
             del self._asked[nonce]
 

@@ -7,6 +7,7 @@ peers again and again, and sees who is lost. Knows nothing of what announcements
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from routing.gossip import Gossip, Send
     from routing.liveness import Liveness
     from routing.suspicion import Suspicion
+
+logger = logging.getLogger(__name__)
 
 FULL_MESH = 24  # members up to which everybody links to everybody: a loss is seen at once by all
 NUM_NEIGHBOURS = 12  # in a larger swarm
@@ -149,9 +152,9 @@ class Neighbourhood:
     def suspected(self) -> frozenset[NodeId]:
         return self._suspicion.suspected
 
-    def note_failed(self, node_id: NodeId) -> None:
+    def note_failed(self, node_id: NodeId, sequence: int | None = None) -> None:
         if self.liveness is not None:
-            self.liveness.note_failed(node_id)
+            self.liveness.note_failed(node_id, sequence)
 
     def note_alive(self, node_id: NodeId) -> None:
         if self.liveness is not None:
@@ -162,6 +165,11 @@ class Neighbourhood:
         told = self._gossip.announcements.get(node_id)
         ways = [contact.address for contact in told.contacts] if told is not None else []
         return tuple(sorted(ways, key=lambda way: way.is_relayed))
+
+    def sequence_of(self, node_id: NodeId) -> int | None:
+        """The number of a member's present record."""
+        told = self._gossip.announcements.get(node_id)
+        return None if told is None else told.sequence
 
     # --- a link's receiver
 
@@ -196,16 +204,11 @@ class Neighbourhood:
         if self._gossip.version == self._version:
             return
         self._version = self._gossip.version
-        members = self.announcements
-        self._suspicion.set_members({node_id: it.sequence for node_id, it in members.items()})
-        for node_id, told in members.items():
+        for node_id, told in self.announcements.items():
             attempt = self._tries.get(node_id)
             if attempt is not None and told.sequence > attempt.sequence:
-                if attempt.sequence >= 0 and node_id in self._suspicion.suspected:
-                    attempt.due, attempt.pause = (
-                        0.0,
-                        FIRST_REDIAL_S,
-                    )  # it has come back, or says that it never left
+                if attempt.sequence >= 0 and attempt.error:  # it has come back, or says that it never left
+                    attempt.due, attempt.pause = 0.0, FIRST_REDIAL_S
                 attempt.sequence = told.sequence
             if self._endpoint.links_to(node_id) and (direct := self._direct(node_id)):
                 self._known.note(direct[0])
@@ -302,13 +305,19 @@ class Neighbourhood:
         return [way for way in self.ways(node_id) if not way.is_relayed]
 
     async def _dial(self, address: NodeAddress, attempt: _Try) -> None:
+        sequence = self.sequence_of(address.node_id)
         try:
             async with self._room, asyncio.timeout(DIAL_TIMEOUT_S):
                 await self._endpoint.dial(address)
         except (RemoteError, TimeoutError) as error:
-            attempt.error = str(error) or "not reached in time"
-            self._note_unreached(address, error)
+            text = str(error) or "not reached in time"
+            if address.node_id in self._bootstraps and attempt.error != text:
+                place = f"{address.node_id.hex()[:8]} at {address.host}:{address.port}"
+                logger.warning("bootstrap %s: %s", place, text)
+            attempt.error = text
+            self._note_unreached(address, sequence)
         else:
+            attempt.error = ""
             self._known.note(address)
         finally:
             attempt.is_running = False
@@ -318,11 +327,11 @@ class Neighbourhood:
                 self.tried.set()
             self._woken.set()
 
-    def _note_unreached(self, address: NodeAddress, error: Exception) -> None:
+    def _note_unreached(self, address: NodeAddress, sequence: int | None) -> None:
         """A member that we cannot dial, and have no other link to, is not offered to anybody here."""
         node_id = address.node_id
         if address in self.ways(node_id) and not self._endpoint.links_to(node_id):
-            self.note_failed(node_id)
+            self.note_failed(node_id, sequence)
 
     def _try_everybody(self) -> None:
         """We had no link at all and have one now: it was our own network that was away, not they."""
@@ -342,7 +351,7 @@ class Neighbourhood:
 
     async def _find_again(self, peer_id: NodeId) -> None:
         """Dial a lost peer once more; one that is not back in time is suspected."""
-        direct = self._direct(peer_id)
+        direct, sequence = self._direct(peer_id), self.sequence_of(peer_id)
         if not direct:
             if self.liveness is not None:
                 self.liveness.check(peer_id, is_lost=True)
@@ -352,4 +361,4 @@ class Neighbourhood:
                 await self._endpoint.dial(direct[0])
         except (RemoteError, TimeoutError):
             if not self._endpoint.links_to(peer_id) and peer_id in self._gossip.announcements:
-                self.note_failed(peer_id)
+                self.note_failed(peer_id, sequence)

@@ -42,6 +42,7 @@ from routing.types import (
     Digest,
     Message,
     NodeAddress,
+    NodeId,
     PingReport,
     PingRequest,
     Probe,
@@ -224,6 +225,7 @@ class Network:
             now=self._clock,
             pinned=frozenset(address.node_id for address in self._bootstraps),
             on_doubt=self.suspicion.doubt,
+            on_change=self._note_record,
             on_rival=self._note_rival,
         )
         self.neighbourhood = Neighbourhood(
@@ -243,6 +245,8 @@ class Network:
             self.suspicion,
             self._background,
             ways=self.neighbourhood.ways,
+            sequence=self.neighbourhood.sequence_of,
+            end_doubt=self.gossip.end_doubt,
             tell=lambda node_id: self.neighbourhood.send(self.gossip.tell_doubt(node_id)),
             on_change=self.directory.refresh,
         )
@@ -297,11 +301,19 @@ class Network:
                 self.endpoint,
                 lambda: self._sentinels.for_relay() if self._wants_relay else [],
                 count=NUM_RESERVATIONS,
+                may_dial=lambda address: self.policy.check(address.host, address.port) is None,
                 on_change=self.announcer.wake,
             )
             self.dispatcher.add(self.reservations, Reservations.KINDS)
 
     # --- what the parts tell each other
+
+    def _note_record(self, node_id: NodeId, told: Announcement | None) -> None:
+        """Before doubts of the same record are told: whoever comes anew is known to the suspicions then."""
+        if told is None:
+            self.suspicion.forget(node_id)
+        else:
+            self.suspicion.note_record(node_id, told.sequence)
 
     def _compose(self) -> Announcement:
         contacts = self._presence.contacts(self.reachability, self.reservations, self.policy)

@@ -443,7 +443,7 @@ class Capabilities:
     seal_key: bytes = b""  # X25519 public key for HopEntry, nodes only
     slices: tuple[tuple[bytes, int, int], ...] = ()  # (first 8 B of the model digest, start, end)
     token: bytes = field(default=b"", repr=False)  # a guest's permission, see `guest_token`
-    moved: bytes = b""  # a signed statement that this identity was another before, see `identity`
+    moved: bytes = b""  # a signed statement that this identity was another before, see `moved`
 
 
 @dataclass(frozen=True, slots=True)

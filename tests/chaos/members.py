@@ -19,7 +19,7 @@ from tests.support.delay_proxy import DelayProxy
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Member:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=ENVIRONMENT,
+                env=os.environ | THREADS,
             )
         self._reading = asyncio.create_task(self._read(self.process))
         waiting = asyncio.create_task(self._is_ready.wait())

@@ -13,6 +13,9 @@ from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 NUM_LAYERS = 7
 MAX_POSITIONS = 256
+GAIN = (
+    8.0  # random weights are small: only with larger ones does what a token sees change what comes after it
+)
 
 
 def write_model(folder: Path) -> Path:
@@ -20,6 +23,10 @@ def write_model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_tokenizer(folder)
     with small_llama(MAX_POSITIONS, vocab_size=320, hidden_size=64, num_layers=NUM_LAYERS) as model:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".layers." in name and weight.dim() == 2:
+                    weight.mul_(GAIN)
         model.config.eos_token_id = 2
         model.generation_config.eos_token_id = 2
         model.save_pretrained(folder)

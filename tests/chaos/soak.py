@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
+import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from openai import APIError, AsyncOpenAI
 from rich.console import Console
@@ -27,8 +27,10 @@ from cli.membership import read_membership
 from cli.options import DEFAULT_NETWORK
 from cli.survey import survey
 from routing.addresses import parse_address
+from tests.chaos.faults import Faults
 from tests.chaos.members import Member
 from tests.chaos.model import WholeAnswers, write_model
+from tests.chaos.questions import Question, Questions
 from tests.support.delay_proxy import DelayProxy
 
 SLICES = ("1:3", "3:5", "5:7")
@@ -36,9 +38,13 @@ REPLICAS = 2
 STREAMS = 8
 HANG_S = 60.0
 QUIET_S = 150.0  # an orphan is kept ten seconds, a silent session two minutes
-PROMPTS = tuple(
-    f"{word} the {place}" for word in ("hello", "quick", "brown") for place in ("fox", "world", "end")
-)
+LEAVES = 0.1  # of the clients: they close the connection in the middle of the answer
+TOLD_EVERY_S = 10.0
+KV_BYTES = 64 << 20
+
+
+class ClientLeftError(Exception):
+    """We closed the connection ourselves."""
 
 
 @dataclass
@@ -47,47 +53,53 @@ class Tally:
 
     faults: Counter[str] = field(default_factory=Counter)
     completed: int = 0
+    left: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
     hung: int = 0
     leaked: int = 0
+    leaked_bytes: int = 0
     replays: int = 0
     longest_s: float = 0.0
 
     @property
     def is_clean(self) -> bool:
-        return not (self.wrong or self.hung or self.leaked)
+        return not (self.wrong or self.hung or self.leaked or self.leaked_bytes)
 
 
-@dataclass
 class Soak:
     """One run."""
 
-    folder: Path
-    num_requests: int
-    rng: random.Random
-    tally: Tally = field(default_factory=Tally)
-    sentinels: list[Member] = field(default_factory=list)
-    nodes: list[list[Member]] = field(default_factory=list)  # by slice
-    gateway: Member | None = None
-    num_left: int = 0
+    def __init__(self, folder: Path, num_requests: int, seed: int) -> None:
+        self.tally = Tally()
+        self._folder = folder
+        self._num_left = self._num_requests = num_requests
+        self._rng = random.Random(seed)
+        self._sentinels: list[Member] = []
+        self._nodes: list[list[Member]] = []  # by slice
+        self._gateway: Member | None = None
+        self._began = time.monotonic()
+        self._log = (folder / "soak.log").open("a", encoding="utf-8")
+        self._faults = Faults((), self._rng, self._note)
 
     async def run(self) -> Tally:
         """Start everything, ask and hurt, wait for quiet, count what is left."""
-        model = write_model(self.folder / "model")
+        model = write_model(self._folder / "model")
         whole = WholeAnswers(model)
         try:
             await self._start(model)
-            self.num_left = self.num_requests
-            hurting = asyncio.create_task(self._hurt_for_ever())
+            client = self._client()
+            questions = await Questions.learn(whole, lambda question: self._answer(client, question))
+            self._say("started")
+            telling = asyncio.create_task(self._tell_for_ever())
             try:
-                await asyncio.gather(*(self._ask_on(whole) for _ in range(STREAMS)))
+                await self._ask_under_fire(questions)
+                await self._faults.mend()
             finally:
-                hurting.cancel()
-                await asyncio.gather(hurting, return_exceptions=True)
-            await self._mend_all()
-            self.tally.leaked = await self._leaked()
+                telling.cancel()
+            await self._count_leaks()
         finally:
+            self.tally.faults = self._faults.counts
             await self._stop()
         return self.tally
 
@@ -96,22 +108,20 @@ class Soak:
     async def _start(self, model: Path) -> None:
         for index in range(2):
             sentinel = await self._member(f"sentinel{index}", ["sentinel", *self._bootstraps()])
+            self._sentinels.append(sentinel)
             await sentinel.start()
-            self.sentinels.append(sentinel)
-        starts = []
         for number, layers in enumerate(SLICES):
-            self.nodes.append([])
+            self._nodes.append([])
             for replica in range(REPLICAS):
                 arguments = ["host", "--model", str(model), "--layers", layers, "--threads", "1"]
-                arguments += ["--dtype", "float32", *self._bootstraps()]
+                arguments += ["--dtype", "float32", "--kv-budget", str(KV_BYTES), *self._bootstraps()]
                 is_behind_nat = replica == 1 and number != 1  # two of six are reached through a sentinel
                 node = await self._member(f"node{number}{'ab'[replica]}", arguments, is_dark=is_behind_nat)
-                self.nodes[-1].append(node)
-                starts.append(node.start())
-        await asyncio.gather(*starts)
+                self._nodes[-1].append(node)
+        await asyncio.gather(*(node.start() for nodes in self._nodes for node in nodes))
         arguments = ["serve", "--model", str(model), "--threads", "1", "--listen", "127.0.0.1:0"]
-        self.gateway = Member("gateway", [*arguments, *self._bootstraps()], self.folder / "gateway.log")
-        await self.gateway.start()
+        self._gateway = Member("gateway", [*arguments, *self._bootstraps()], self._folder / "gateway.log")
+        await self._gateway.start()
         await self._wait_ready()
 
     async def _member(self, name: str, arguments: list[str], *, is_dark: bool = False) -> Member:
@@ -121,171 +131,146 @@ class Soak:
         if not is_dark:
             await proxy.start(outside)
         arguments = [*arguments, "--listen", f"127.0.0.1:{port}", "--public-addr", f"127.0.0.1:{outside}"]
-        arguments += [
-            "--key",
-            str(self.folder / f"{name}.key"),
-            "--state-dir",
-            str(self.folder / f"{name}.state"),
-        ]
-        return Member(name, arguments, self.folder / f"{name}.log", None if is_dark else proxy)
+        arguments += ["--key", str(self._folder / f"{name}.key")]
+        arguments += ["--state-dir", str(self._folder / f"{name}.state")]
+        return Member(name, arguments, self._folder / f"{name}.log", None if is_dark else proxy)
 
     def _bootstraps(self) -> list[str]:
-        return [
-            part for sentinel in self.sentinels for part in ("--bootstrap", str(sentinel.ready["address"]))
-        ]
+        told = [str(sentinel.ready["address"]) for sentinel in self._sentinels]
+        return [part for address in told for part in ("--bootstrap", address)]
 
     async def _wait_ready(self) -> None:
         client, limit = self._client(), time.monotonic() + 60
         while time.monotonic() < limit:
             with contextlib.suppress(APIError):
-                await self._answer(client, PROMPTS[0], 2)
+                await self._answer(client, Question("hello", 2, None))
                 return
             await asyncio.sleep(0.2)
-        raise RuntimeError(f"the gateway finds no route: see {self.folder}")
+        raise RuntimeError(f"the gateway finds no route: see {self._folder}")
 
     async def _stop(self) -> None:
-        members = [*self.sentinels, *(node for nodes in self.nodes for node in nodes)]
-        members += [self.gateway] if self.gateway else []
+        members = [*self._sentinels, *(node for nodes in self._nodes for node in nodes)]
+        members += [self._gateway] if self._gateway else []
         await asyncio.gather(*(member.stop() for member in members))
         await asyncio.gather(*(member.proxy.close() for member in members if member.proxy))
+        self._log.close()
 
     # Asking ---------------------------------------------------------------------------------------------------
 
+    async def _ask_under_fire(self, questions: Questions) -> None:
+        self._faults = Faults([self._sentinels, *self._nodes], self._rng, self._note)
+        hurting = asyncio.create_task(self._faults.run())
+        asking = asyncio.gather(*(self._ask_on(questions) for _ in range(STREAMS)))
+        try:
+            await asyncio.wait({hurting, asking}, return_when=asyncio.FIRST_COMPLETED)
+            if hurting.done():
+                hurting.result()  # a member did not come back
+        finally:
+            hurting.cancel()
+            asking.cancel()
+            await asyncio.gather(hurting, asking, return_exceptions=True)
+
     def _client(self) -> AsyncOpenAI:
-        assert self.gateway is not None
-        return AsyncOpenAI(
-            base_url=self.gateway.ready["url"], api_key="none", max_retries=0, timeout=HANG_S + 30
-        )
+        assert self._gateway is not None
+        url = self._gateway.ready["url"]
+        return AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=HANG_S + 30)
 
-    async def _ask_on(self, whole: WholeAnswers) -> None:
+    async def _ask_on(self, questions: Questions) -> None:
         client = self._client()
-        while self.num_left > 0:
-            self.num_left -= 1
-            prompt, num_tokens = self.rng.choice(PROMPTS), self.rng.randint(4, 24)
-            expected = whole.greedy(prompt, num_tokens)
-            began = time.monotonic()
-            try:
-                async with asyncio.timeout(HANG_S):
-                    text = await self._answer(client, prompt, num_tokens)
-            except TimeoutError:
-                self.tally.hung += 1
-                continue
-            except APIError as error:
-                self.tally.failed[str(getattr(error, "code", None) or type(error).__name__)] += 1
-                continue
-            self.tally.completed += 1
-            self.tally.longest_s = max(self.tally.longest_s, time.monotonic() - began)
-            if text != expected:
-                self.tally.wrong += 1
-                print(f"wrong: {text!r} where {expected!r} is due", file=sys.stderr)
+        while self._num_left > 0:
+            self._num_left -= 1
+            question = questions.draw(self._rng)
+            leaves_after = self._rng.randrange(question.num_tokens) if self._rng.random() < LEAVES else None
+            await self._ask(client, question, leaves_after)
 
-    async def _answer(self, client: AsyncOpenAI, prompt: str, num_tokens: int) -> str:
-        models = await client.models.list()
+    async def _ask(self, client: AsyncOpenAI, question: Question, leaves_after: int | None) -> None:
+        began, tally = time.monotonic(), self.tally
+        try:
+            async with asyncio.timeout(HANG_S):
+                text = await self._answer(client, question, leaves_after)
+        except ClientLeftError:
+            tally.left += 1
+        except TimeoutError:
+            tally.hung += 1
+            self._say(f"hung: {question}")
+        except APIError as error:
+            tally.failed[str(error.code or type(error).__name__)] += 1
+            self._say(f"failed: {error}")
+        else:
+            tally.completed += 1
+            tally.longest_s = max(tally.longest_s, time.monotonic() - began)
+            if text != question.expected:
+                tally.wrong += 1
+                self._say(f"wrong: {text!r} for {question}")
+
+    async def _answer(self, client: AsyncOpenAI, question: Question, leaves_after: int | None = None) -> str:
+        """The text of an answer; leaves in the middle of it if told so, by ClientLeftError."""
+        assert self._gateway is not None
         stream = await client.chat.completions.create(
-            model=models.data[0].id,
-            messages=[{"role": "user", "content": prompt}],
-            temperature=0,
-            max_tokens=num_tokens,
+            model="model",
+            messages=[{"role": "user", "content": question.prompt}],
+            temperature=0 if question.seed is None else 1,
+            seed=question.seed,
+            max_tokens=question.num_tokens,
             stream=True,
         )
-        text = ""
-        async for chunk in stream:
-            if chunk.choices and chunk.choices[0].delta.content:
-                text += chunk.choices[0].delta.content
-            self.tally.replays += int((chunk.model_extra or {}).get("replays") or 0)
+        text, num_chunks = "", 0
+        async with stream:
+            async for chunk in stream:
+                if leaves_after is not None and num_chunks >= leaves_after:
+                    raise ClientLeftError
+                if chunk.choices and chunk.choices[0].delta.content:
+                    text, num_chunks = text + chunk.choices[0].delta.content, num_chunks + 1
+                self.tally.replays += int((chunk.model_extra or {}).get("replays") or 0)
         return text
 
-    # Hurting --------------------------------------------------------------------------------------------------
+    # Telling --------------------------------------------------------------------------------------------------
 
-    async def _hurt_for_ever(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await asyncio.sleep(self.rng.uniform(0.3, 1.2))
-                victim = self._victim()
-                if victim is not None:
-                    tasks.create_task(self._hurt(victim))
+    async def _tell_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TOLD_EVERY_S)
+            tally, num_done = self.tally, self._num_requests - self._num_left
+            self._say(
+                f"{num_done} of {self._num_requests} asked, {self._faults.counts.total()} faults, "
+                f"{tally.replays} routes rebuilt, {tally.failed.total()} failed, {tally.wrong} wrong, {tally.hung} hung"
+            )
 
-    def _victim(self) -> Member | None:
-        """A member whose loss leaves every slice a replica, and the swarm a sentinel."""
-        groups = [
-            group for group in (self.sentinels, *self.nodes) if not any(member.is_hurt for member in group)
-        ]
-        return self.rng.choice(self.rng.choice(groups)) if groups else None
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began:5.0f} s  {text}", flush=True)
+        self._note(text)
 
-    async def _hurt(self, member: Member) -> None:
-        kinds: dict[str, Callable[[Member], Coroutine[Any, Any, None]]] = {
-            "killed and restarted": self._restart,
-            "frozen": self._freeze,
-            "restarted with a wrong clock": self._skew,
-        }
-        if member.proxy is not None:
-            kinds |= {"connections cut": self._cut, "path silent": self._silence}
-        kind = self.rng.choice(list(kinds))
-        member.is_hurt = True
-        self.tally.faults[kind] += 1
-        await kinds[kind](member)
-        await asyncio.sleep(3)  # it is found again before its sibling is hurt
-        member.is_hurt = False
-
-    async def _restart(self, member: Member) -> None:
-        await member.kill()
-        await asyncio.sleep(self.rng.uniform(0, 2))
-        await member.start()
-
-    async def _skew(self, member: Member) -> None:
-        member.skew_s = self.rng.choice((-20.0, 20.0, 45.0))
-        await self._restart(member)
-        member.skew_s = 0.0
-
-    async def _freeze(self, member: Member) -> None:
-        member.freeze()
-        await asyncio.sleep(self.rng.uniform(0.5, 6))
-        member.thaw()
-
-    async def _cut(self, member: Member) -> None:
-        assert member.proxy is not None
-        member.proxy.cut()
-
-    async def _silence(self, member: Member) -> None:
-        assert member.proxy is not None
-        member.proxy.stall()
-        await asyncio.sleep(self.rng.uniform(0.5, 6))
-        member.proxy.resume()
-
-    async def _mend_all(self) -> None:
-        for member in (*self.sentinels, *(node for nodes in self.nodes for node in nodes)):
-            if member.process is not None and member.process.returncode is not None:
-                await member.start()
-            member.thaw()
-            if member.proxy is not None:
-                member.proxy.resume()
+    def _note(self, text: str) -> None:
+        now = time.time()
+        clock = time.strftime("%H:%M:%S", time.localtime(now))
+        self._log.write(f"{clock},{int(now % 1 * 1000):03d} {text}\n")
+        self._log.flush()
 
     # After it -------------------------------------------------------------------------------------------------
 
-    async def _leaked(self) -> int:
-        """Sessions that nodes still hold once nothing asks any more, after the time in which they must be gone."""
+    async def _count_leaks(self) -> None:
+        """What nodes still hold once nothing asks any more, after the time in which it must be gone."""
         limit = time.monotonic() + QUIET_S
         while True:
-            held = await self._sessions()
-            if held == 0 or time.monotonic() > limit:
-                return held
+            self.tally.leaked, self.tally.leaked_bytes = await self._held()
+            if not (self.tally.leaked or self.tally.leaked_bytes) or time.monotonic() > limit:
+                return
             await asyncio.sleep(2)
 
-    async def _sessions(self) -> int:
+    async def _held(self) -> tuple[int, int]:
+        """Sessions on all nodes, a silent node counting as one; and bytes reserved for them."""
         membership = read_membership(DEFAULT_NETWORK, None)
-        held = 0
-        for node in (node for nodes in self.nodes for node in nodes):
+        num_sessions = num_bytes = 0
+        for node in (node for nodes in self._nodes for node in nodes):
             told = parse_address(str(node.ready["address"]))
             bound = str(node.ready["bound"]).rpartition(":")
             here = type(told)(told.node_id, bound[0], int(bound[2]))
             report = (await survey([here], membership))[0]
-            held += report.description.load if report.description else 1
-        return held
+            num_sessions += report.description.load if report.description else 1
+            num_bytes += KV_BYTES - report.description.free_bytes if report.description else 0
+        return num_sessions, num_bytes
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -300,6 +285,8 @@ def show(tally: Tally, took_s: float) -> None:
         table.add_row(f"faults: {kind}", str(count))
     table.add_row("faults in all", str(sum(tally.faults.values())))
     table.add_row("requests completed", str(tally.completed))
+    table.add_row("clients that left", str(tally.left))
+    table.add_row("requests failed", str(sum(tally.failed.values())))
     for code, count in sorted(tally.failed.items()):
         table.add_row(f"requests failed: {code}", str(count))
     table.add_row("routes rebuilt", str(tally.replays))
@@ -308,6 +295,7 @@ def show(tally: Tally, took_s: float) -> None:
     table.add_row("wrong tokens", str(tally.wrong))
     table.add_row("hangs", str(tally.hung))
     table.add_row("leaked sessions", str(tally.leaked))
+    table.add_row("leaked bytes of sessions", str(tally.leaked_bytes))
     Console().print(table)
 
 
@@ -317,14 +305,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, help="keep logs here")
+    parser.add_argument("--debug", action="store_true", help="let every member log everything")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
+    if options.debug:
+        os.environ["DIFFUSE_DEBUG"] = "1"
     with tempfile.TemporaryDirectory(prefix="soak") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        soak = Soak(folder, options.requests, random.Random(options.seed))
-        tally = asyncio.run(soak.run())
+        tally = asyncio.run(Soak(folder, options.requests, options.seed).run())
         show(tally, time.monotonic() - began)
     sys.exit(0 if tally.is_clean else 1)
 

@@ -53,9 +53,7 @@ def test_a_single_death_is_seen_everywhere_without_anybody_signing_it() -> None:
 
 
 def test_a_partition_heals_and_news_of_both_sides_meet() -> None:
-    world = World(
-        17, refresh_s=30
-    )  # half of what nodes do: long-dead peers are looked at when they sign again
+    world = World(17, refresh_s=30)  # who was silent for long is looked at when it signs again
     peers = world.populate(60)
     side_of = {peer.node_id: number % 2 for number, peer in enumerate(peers)}
     world.cut(lambda node_id: side_of.get(node_id, 0))

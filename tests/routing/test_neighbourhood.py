@@ -49,6 +49,7 @@ class StubGossip:
     ups: list[NodeId] = field(default_factory=list)
     downs: list[NodeId] = field(default_factory=list)
     received: list[Message] = field(default_factory=list)
+    suspicion: Suspicion | None = None
 
     def tick(self) -> list[Any]:
         return []
@@ -68,6 +69,8 @@ class StubGossip:
         contacts = tuple(Contact(way) for way in ways)
         self.announcements[ways[0].node_id] = Announcement(b"", sequence, 0, 0, contacts)
         self.version += 1
+        if self.suspicion is not None:  # as Network wires gossip
+            self.suspicion.note_record(ways[0].node_id, sequence)
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Town:
         self.background = Background()
         rng = random.Random(3)
         self.suspicion = Suspicion(identity.node_id, rng=rng, now=time.monotonic)
+        self.gossip.suspicion = self.suspicion
         self.neighbourhood = Neighbourhood(
             self.endpoint,  # type: ignore[arg-type]
             self.gossip,  # type: ignore[arg-type]
@@ -121,7 +125,9 @@ class Town:
             self.suspicion,
             self.background,
             ways=self.neighbourhood.ways,
+            sequence=self.neighbourhood.sequence_of,
             tell=lambda node_id: None,
+            end_doubt=lambda node_id: None,
             on_change=lambda: None,
         )
         self.dispatcher.add(self.neighbourhood, (Digest, Pull, Records))

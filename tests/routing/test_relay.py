@@ -725,10 +725,10 @@ async def test_whatever_is_cut_nothing_is_left_and_what_arrives_is_whole(rig: Ri
                     await link.close()
                 case 1:
                     link._carrier.websocket.abort()
-                case 2:
-                    outer(dialler, sentinel)._carrier.websocket.abort()
-                case 3:
-                    outer(node, sentinel)._carrier.websocket.abort()
+                case 2 | 3 as side:  # it may be cut off already
+                    peer = dialler if side == 2 else node
+                    for way in peer.endpoint.links_to(sentinel.endpoint.node_id):
+                        way._carrier.websocket.abort()
                 case _:
                     size = source.choice([100, 50_000, 1 << 20])
                     body = bytes([source.randrange(256)]) * size

@@ -123,6 +123,7 @@ class World:
         self.places[peer.place] = peer
         if announces:
             peer.announce()
+        peer.bootstraps = bootstraps
         for bootstrap in bootstraps:
             peer.dial(bootstrap)
         peer.wake()
@@ -261,6 +262,7 @@ class SimPeer:
             read=world.read,
         )
         self.links: dict[NodeId, SimPeer] = {}  # to which process of a node
+        self.bootstraps: list[NodeId] = []
         self.offers: tuple[SliceOffer, ...] = ()
         self.is_running = True
         self.is_frozen = False
@@ -378,7 +380,7 @@ class SimPeer:
 
     def _seek_links(self) -> None:
         if len(self.links) < self.world.degree:
-            strangers = sorted(self.routable - self.links.keys())
+            strangers = sorted(self.routable - self.links.keys()) or self.bootstraps
             if strangers:
                 self.dial(self.rng.choice(strangers))
 
