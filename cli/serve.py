@@ -192,18 +192,20 @@ def _membership(
     named: tuple[NodeAddress, ...],
 ) -> dict[str, Any]:
     """What a member must know and be; `named` are always allowed."""
-    from cli.key_files import load_or_make
+    from cli.key_files import live_move, load_or_make
     from cli.membership import read_allow_list, read_membership, read_token
     from routing import address_policy
 
     membership = read_membership(network, psk_file)
+    identity = load_or_make(key) if key else None
     return {
         "allow": read_allow_list(allow_file, membership, named),
         "network_id": membership.network_id,
         "psk": membership.psk,
         "accepted_psks": membership.accepted_psks,
         "scope": None if scope is opt.Scope.AUTO else address_policy.Scope(scope.value),
-        "identity": load_or_make(key) if key else None,
+        "identity": identity,
+        "moved": live_move(key, identity) if key and identity else b"",
         "token": read_token(token_file),
     }
 

@@ -164,7 +164,7 @@ class _Swarm:
 
     def _host_arguments(self, plan: NodePlan) -> list[str]:
         arguments = ["host", "--model", self._plan.model, "--layers", plan.layers, "--listen", "127.0.0.1:0"]
-        arguments += ["--threads", str(self._plan.threads)]
+        arguments += ["--threads", str(self._plan.threads), "--drain", "0"]  # the gateway goes first
         return [*arguments, "--hold-ends"] if plan.hold_ends else arguments
 
     async def _start(

@@ -33,6 +33,7 @@ class MemberSettings:
     identity: Identity | None = field(default=None, repr=False)
     allow: Callable[[NodeId, Capabilities], bool] | None = None
     token: bytes = field(default=b"", repr=False)
+    moved: bytes = b""  # a statement that the identity was another before
     pad: bool = False
     state_dir: Path | None = None
 
@@ -66,6 +67,7 @@ async def open_network(settings: MemberSettings) -> AsyncIterator[JoinedNetwork]
             scope=settings.scope,
             allow=settings.allow,
             token=settings.token,
+            moved=settings.moved,
             pad=settings.pad,
             state_dir=settings.state_dir,
         ),
