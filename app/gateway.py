@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from starlette.types import Scope
 
 from app.api.errors import ApiError, describe, from_exception, not_ready, unavailable
 from app.api.scope import endpoint_of, request_id_of
-from app.engine.request import KnownModel, Library, TextEngine
+from app.engine.request import KnownModel, Library, ModelStatus, TextEngine
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 MAX_NAMES = 20  # of models, in the text of a 404
 OVERLOAD_RETRY_S = 2
 LOADING_RETRY_S = 5
+RETURN_POLL_S = 0.05
 
 
 class Gateway:
@@ -60,10 +62,11 @@ class Gateway:
         Raises `ApiError` 404 or 503, or `ModelUnavailableError`.
         """
         known = self.model(asked)
-        if known.status.state in ("partial", "failed"):
-            raise not_ready(known.name, known.status)
+        status = await self._covered(lambda: self.model(asked).status)
+        if status.state in ("partial", "failed"):
+            raise not_ready(known.name, status)
         engine = await self._opened(known.name)
-        status = engine.coverage()
+        status = await self._covered(engine.coverage)
         if not status.is_ready:  # nodes may have left while it was loaded
             raise not_ready(known.name, status)
         return engine
@@ -104,6 +107,15 @@ class Gateway:
         except TimeoutError:
             self.stop.set()
             await self._idle.wait()
+
+    async def _covered(self, status_of: Callable[[], ModelStatus]) -> ModelStatus:
+        """Give nodes that were lost a moment ago the time to return, where layers have no other."""
+        until = time.monotonic() + self.library.grace_s()
+        while True:
+            status = status_of()
+            if status.state != "partial" or time.monotonic() >= until:
+                return status
+            await asyncio.sleep(RETURN_POLL_S)
 
     async def _opened(self, name: str) -> TextEngine:
         """Wait for a model's ends, with few others and not for long."""

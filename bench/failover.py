@@ -149,9 +149,7 @@ async def _answer(
 
 def _route_ids(swarm: Swarm) -> list[NodeId]:
     """The nodes of the one route that is open now."""
-    chain = next(iter(swarm.switchboard.chains))
-    assert chain.route is not None
-    return [hop.address.node_id for hop in chain.route.hops]
+    return [hop.address.node_id for hop in swarm.switchboard.routes[0].hops]
 
 
 async def _until_known(swarm: Swarm, num_nodes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from cli.membership import read_membership
 from cli.options import DEFAULT_NETWORK
 from routing.addresses import parse_address
 from routing.endpoint import Endpoint
-from routing.errors import RemoteError
+from routing.errors import RelayError, RemoteError
 from routing.identity import Identity
 from routing.link import Link
 from routing.types import Capabilities, Message, NodeAddress, SessionId, Step
@@ -29,6 +30,7 @@ NUM_PINGS = 200
 NUM_DELAYED_PINGS = 40
 BULK_BYTES = 1 << 20
 RATE_BPS = 50e6 / 8
+RESERVED_S = 30.0
 
 
 class _Deaf:
@@ -54,7 +56,7 @@ async def _compare(report: Report, name: str, path: Path, num_pings: int) -> Non
         proxy = DelayProxy(("127.0.0.1", address.port), path)
         host, port = await proxy.start()
         direct = await near.dial(replace(address, host=host, port=port))
-        relayed = await far.dial(_through(address, sentinel))
+        relayed = await _dial_relayed(far, address, sentinel)
         pairs = [(await direct.ping(), await relayed.ping()) for _ in range(num_pings)]
         await proxy.close()
     report.add("relay", f"{name}: direct round trip", quartiles([pair[0] for pair in pairs]), "ms")
@@ -67,8 +69,8 @@ async def _beside_bulk(report: Report) -> None:
     """Small round trips of one client while another sends 1 MB through the same sentinel to the same node."""
     path = Path(delay_s=LEG_MS / 1000, rate_bps=RATE_BPS)
     async with _relayed(path) as (address, sentinel), _client() as one, _client() as two:
-        small = await one.dial(_through(address, sentinel))
-        bulk = await two.dial(_through(address, sentinel))
+        small = await _dial_relayed(one, address, sentinel)
+        bulk = await _dial_relayed(two, address, sentinel)
         idle = [await small.ping() for _ in range(NUM_DELAYED_PINGS)]
         step = Step(SessionId(bytes(16)), 1, 1, 0, 1, bytes(BULK_BYTES))
         during: list[float] = []
@@ -83,8 +85,15 @@ async def _beside_bulk(report: Report) -> None:
     report.add("relay", "beside 1 MB: meanwhile over idle", ratio, "", "<= 2")
 
 
-def _through(address: NodeAddress, sentinel: NodeAddress) -> NodeAddress:
-    return NodeAddress(address.node_id, sentinel.host, sentinel.port, sentinel.node_id)
+async def _dial_relayed(endpoint: Endpoint, address: NodeAddress, sentinel: NodeAddress) -> Link:
+    """Once the node has its reservation: it asks for one when nobody could dial it back."""
+    relayed = NodeAddress(address.node_id, sentinel.host, sentinel.port, sentinel.node_id)
+    async with asyncio.timeout(RESERVED_S):
+        while True:
+            try:
+                return await endpoint.dial(relayed)
+            except RelayError:
+                await asyncio.sleep(0.1)
 
 
 @asynccontextmanager
@@ -100,11 +109,13 @@ async def _client() -> AsyncIterator[Endpoint]:
 @asynccontextmanager
 async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]:
     """A node (its real address, which it does not tell) that is reached through a sentinel behind a slow wire."""
-    async with Children() as children:
+    async with Children() as children, _state_folder() as environment:
         proxies: list[DelayProxy] = []
         try:
             sentinel_port = _free_port()
-            sentinel = await _start(children, "sentinel", ["--listen", f"127.0.0.1:{sentinel_port}"])
+            sentinel = await _start(
+                children, environment, "sentinel", ["--listen", f"127.0.0.1:{sentinel_port}"]
+            )
             ports = []
             for _ in range(2):  # one wire for the node, one for the clients
                 proxy = DelayProxy(("127.0.0.1", sentinel_port), path)
@@ -123,7 +134,7 @@ async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]
             ]
             arguments += ["--public-addr", f"127.0.0.1:{dark}"]
             arguments += ["--bootstrap", str(replace(sentinel, port=ports[0]))]
-            node = await _start(children, "host", arguments)
+            node = await _start(children, environment, "host", arguments)
             address = NodeAddress(node.node_id, "127.0.0.1", port)
             yield address, replace(sentinel, port=ports[1])
         finally:
@@ -131,12 +142,21 @@ async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]
                 await proxy.close()
 
 
-async def _start(children: Children, command: str, arguments: list[str]) -> NodeAddress:
+@asynccontextmanager
+async def _state_folder() -> AsyncIterator[dict[str, str]]:
+    """The environment of children that keep their keys to themselves."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield thread_environment(1) | {"DIFFUSE_STATE": folder}
+
+
+async def _start(
+    children: Children, environment: dict[str, str], command: str, arguments: list[str]
+) -> NodeAddress:
     child = await children.start(
         command,
         [command, *arguments, "--events", "json", "--until-eof"],
         on_event=lambda _: None,
-        environment=thread_environment(1),
+        environment=environment,
     )
     ready = await child.wait_for("ready")
     return parse_address(str(ready["address"]))

@@ -91,11 +91,13 @@ class _Fixed:
 class _Near(Switchboard):
     """Reaches only the nodes that it has links to: no direct return from the others."""
 
-    async def reach(self, hop: Hop) -> Link:
+    async def reach(self, hop: Hop, timeout_s: float) -> Link:
         link = self.live_link(hop.address.node_id)
         if link is None:
             raise LinkError(ErrorCode.LINK_LOST, "out of reach by choice")
         return link
+
+    def reach_soon(self, hop: Hop) -> None: ...
 
 
 @dataclass

@@ -38,9 +38,9 @@ from routing.types import (
 
 logger = logging.getLogger(__name__)
 
-RETURN_GRACE_S = (
-    1.0  # a node that was restarted, or whose link was cut, is back within the second (transport.md, 4)
-)
+# How long the only node for some layers is waited for. One that was restarted, or whose link was cut, is back within
+# the second (transport.md, 4); one whose NAT box forgot it finds that out a second later, and reserves anew.
+RETURN_GRACE_S = 5.0
 RETURN_POLL_S = 0.05
 # A replay waits for a sign of every so many steps, two windows on their way: a node queues what it is sent.
 REPLAY_STEPS = 32
@@ -97,7 +97,7 @@ class Chain:
         """Plan and open the first route. Raises NoRouteError, RemoteError, or WorkError DEADLINE."""
         self._switch.register(self)
         async with _within(deadline_s):
-            trouble = await self._try_route()
+            trouble = await self._try_in_time(self._switch.last_loss_at + RETURN_GRACE_S)
             if trouble is not None:
                 await self._recover(trouble)
 
@@ -289,19 +289,22 @@ class Chain:
         until = noticed_at + RETURN_GRACE_S
         while trouble is not None:
             self._judge(trouble)
-            while True:
-                try:
-                    trouble = await self._try_route()
-                    break
-                except NoRouteError:
-                    self._raise_if_barred()
-                    if time.monotonic() > until:
-                        raise
-                    await asyncio.sleep(RETURN_POLL_S)
+            trouble = await self._try_in_time(until)
         if self._recording:
             self.replays += 1
             self.pauses.append(time.monotonic() - noticed_at)
             self._switch.note_pause(self.pauses[-1])
+
+    async def _try_in_time(self, until: float) -> Trouble | None:
+        """Open the next route; without one, wait until that time for nodes that were lost to return."""
+        while True:
+            try:
+                return await self._try_route()
+            except NoRouteError:
+                self._raise_if_barred()
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(RETURN_POLL_S)
 
     async def _repeat(self, live: LiveRoute, first: int) -> Trouble | None:
         """Repeat the recorded steps from number `first` on, never more than two windows ahead of any hop."""

@@ -17,6 +17,7 @@ class HeartbeatTiming:
     idle_s: float = 5.0  # ping a link that was silent for so long
     dead_s: float = 10.0  # give up a link that was silent for so long
     watch_s: float = 0.5  # ping this often while a step is outstanding
+    carry_s: float = 1.0  # ping a link that carries circuits and was silent for so long: see `is_carrying`
 
 
 class Heartbeat:
@@ -31,6 +32,8 @@ class Heartbeat:
         self._next_check = now + timing.idle_s
         self.last_heard = now
         self.num_watchers = 0
+        # A NAT box that forgets tells only who is outside. The node behind it is not found until it speaks again.
+        self.is_carrying = False
         self.rtt_ms: float | None = None
 
     def heard(self, now: float) -> None:
@@ -78,8 +81,9 @@ class Heartbeat:
 
     @property
     def next_check(self) -> float:
-        """When `check` wants to be called; look again after watching began."""
-        return min(self._next_check, self._ping_due) if self.num_watchers else self._next_check
+        """When `check` wants to be called; look again after watching or carrying began."""
+        is_brisk = self.num_watchers or self.is_carrying
+        return min(self._next_check, self._ping_due) if is_brisk else self._next_check
 
     @property
     def _ping_due(self) -> float:
@@ -87,4 +91,6 @@ class Heartbeat:
 
     @property
     def _interval_s(self) -> float:
-        return self._timing.watch_s if self.num_watchers else self._timing.idle_s
+        if self.num_watchers:
+            return self._timing.watch_s
+        return min(self._timing.carry_s, self._timing.idle_s) if self.is_carrying else self._timing.idle_s

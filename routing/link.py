@@ -355,6 +355,7 @@ class Link:
             log_receiver_failure(type(message).__name__, error)
         if (channel := self.side.settle()) is not None and not self.is_closed:
             self._decline(message, channel)
+        self._note_carrying()
 
     def _decline(self, message: Message, channel: Channel) -> None:
         """Nobody here takes the circuit."""
@@ -431,7 +432,16 @@ class Link:
         self._pump()
         return token
 
+    def _note_carrying(self) -> None:
+        """Circuits came or went: look at the peer more often while there are any."""
+        if self._heartbeat.is_carrying == bool(len(self.side)):
+            return
+        self._heartbeat.is_carrying = not self._heartbeat.is_carrying
+        if not self.is_closed and self._timer_due > self._heartbeat.next_check:
+            self._set_timer(self._heartbeat.next_check)
+
     def _check_heartbeat(self) -> None:
+        self._note_carrying()
         now = time.monotonic()
         match self._heartbeat.check(now):
             case "dead":

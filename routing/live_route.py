@@ -35,7 +35,8 @@ from routing.types import (
     WireDtype,
 )
 
-SUSPECT_POLL_S = 0.25  # between two looks at the hops while somebody waits
+SUSPECT_POLL_S = 0.1  # between two looks at the hops while somebody waits
+STOPPED_S = 0.5  # a look that comes so late: it was us who were stopped, or very busy
 PACE_POLL_S = 0.02  # between two looks at how far a replay is
 OPEN_TIMEOUT_S = 30.0  # of a first route: a node may be busy with loading its slice
 REDIAL_TIMEOUT_S = 1.0  # of a route that takes over: somebody waits for the next token
@@ -310,7 +311,7 @@ class LiveRoute:
             asked_at = time.monotonic()
             waits = {future, self.trouble}
             await asyncio.wait(waits, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            was_stopped = time.monotonic() - asked_at > 2 * SUSPECT_POLL_S  # then it was us who were silent
+            was_stopped = time.monotonic() - asked_at > STOPPED_S  # then it was us who were silent
             if was_stopped:
                 self._watch.note_progress()
             elif not future.done() and not self.trouble.done():

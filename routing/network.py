@@ -280,8 +280,7 @@ class Network:
         )
         self.prober = Prober(self.endpoint, self._background, clock=self._clock)
         self.dispatcher.add(self.reach_check, (Probed,))
-        if self.bound is not None:  # one that nobody can dial is no judge of others
-            self.dispatcher.add(self.prober, (Probe,))
+        self.dispatcher.add(self.prober, (Probe,))  # guests too: see `Sentinels.probers`
         if self._settings.is_sentinel and public is not None and not self._bootstraps:
             self.reachability.granted = (public[0], self._port_to_prove)
 

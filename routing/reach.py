@@ -112,6 +112,11 @@ class Reachability:
             del self._skews[next(iter(self._skews))]
 
     @property
+    def trusts_guests(self) -> bool:
+        """Whether the word of one that is no member will do: in an open public network, only on a host given to us."""
+        return not self._is_strict or self._public_host is not None
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """The last word of each prober that is not too old."""
         oldest = self._now() - FORGET_S

@@ -19,8 +19,9 @@ from routing.opening import RouteKeys
 from routing.recorded import RecordedStep
 from routing.types import Inquire, NodeId, Route, Standing
 
-# Silence on a watched link that is a reason to re-route, nothing more (transport.md, 5.6).
-SUSPECT_AFTER_S = 2.0
+# A watched link whose PING waits for so long is a reason to re-route, nothing more. With a PING after half a second of
+# silence and ten looks a second, that is found within two seconds of the peer's last word (transport.md, 5.6).
+SUSPECT_AFTER_S = 1.4
 INQUIRY_S = 1.0  # who has not said by then how far it is won't be waited for
 
 

@@ -41,13 +41,18 @@ class Sentinels:
         return list(found.values())
 
     def probers(self, reachability: Reachability) -> list[Link]:
-        """Direct links to whoever may dial us back: bootstraps and sentinels, other members where there are none."""
+        """Direct links to whoever may dial us back: bootstraps and sentinels, else other members, else guests.
+
+        The first node of a swarm knows nobody but the gateway that came to it: its word is better than none.
+        """
         pinned = {node_id: it.host for node_id, it in self._bootstraps.items()}
         pinned |= {address.node_id: address.host for address in self.announced()}
         links = self._links_to(pinned)
         reachability.set_probers({link.peer_id: pinned[link.peer_id] for link in links})
         others = (node_id for node_id, _ in self._direct_members(without=self._neighbourhood.suspected))
-        return links or self._links_to(others)
+        links = links or self._links_to(others)
+        guests = (link.peer_id for link in self._endpoint.links) if reachability.trusts_guests else ()
+        return links or self._links_to(guests)
 
     def _direct_members(self, without: frozenset[NodeId]) -> list[tuple[NodeId, NodeAddress]]:
         members = self._neighbourhood.announcements

@@ -41,6 +41,10 @@ class Switch(Protocol):
     def note_loss(self, node_id: NodeId) -> None:
         """A node was found gone or silent."""
 
+    @property
+    def last_loss_at(self) -> float:
+        """When some node was found gone or silent last, in time.monotonic(): it may be back soon."""
+
     def note_doubt(self, node_id: NodeId) -> None:
         """A node failed a session: others should do without it for a moment, if they can."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections import Counter, deque
@@ -66,6 +67,9 @@ class Switchboard:
     _directory: Directory | None = None
     _doubted_at: dict[NodeId, float] = field(default_factory=dict)  # time.monotonic()
     _background: Background = field(default_factory=Background)
+    last_loss_at: float = (
+        -math.inf
+    )  # when a node was found gone last, in time.monotonic(): it may be back soon
 
     def connect(self, endpoint: Endpoint, directory: Directory) -> None:
         """Give the switchboard the links it dispatches for."""
@@ -82,6 +86,11 @@ class Switchboard:
     def num_chains(self) -> int:
         """Chains that are open now."""
         return len(self._chains)
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The routes of those chains, in the order in which they were opened."""
+        return tuple(chain.route for chain in self._chains.values() if chain.route is not None)
 
     async def open_chain(
         self, request: RouteRequest, options: ChainOptions, *, deadline_s: float | None = None
@@ -129,8 +138,7 @@ class Switchboard:
 
     def _sessions(self) -> Mapping[NodeId, int]:
         """How many of our sessions are on each node."""
-        routes = [chain.route for chain in self._chains.values()]
-        return Counter(hop.address.node_id for route in routes if route is not None for hop in route.hops)
+        return Counter(hop.address.node_id for route in self.routes for hop in route.hops)
 
     def _doubted(self) -> frozenset[NodeId]:
         since = time.monotonic() - DOUBT_S
@@ -169,6 +177,7 @@ class Switchboard:
                 link.post(cancel)
 
     def note_loss(self, node_id: NodeId) -> None:
+        self.last_loss_at = time.monotonic()
         self.directory.note_loss(node_id)
 
     def note_doubt(self, node_id: NodeId) -> None:
@@ -224,7 +233,7 @@ class Switchboard:
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
         if self.live_link(link.peer_id) is None:
-            self.directory.note_loss(link.peer_id)
+            self.note_loss(link.peer_id)
         for chain in tuple(self._chains.values()):
             chain.take_link_loss(link, error)
 

@@ -1,14 +1,16 @@
 """Whether a model can answer now: its facts and what the directory holds in, a status out.
 
-Pure; knows no weights and no links.
+Pure but for the clock; knows no weights and no links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from app.engine.request import ModelStatus, RouteHop
+from routing.chain import RETURN_GRACE_S
 from routing.errors import NoRouteError
 from routing.planner import RouteRequest, missing_layers, plan_route
 from routing.types import NodeId, NodeRecord, Route, SliceOffer, SliceSpec
@@ -47,17 +49,23 @@ def route_request(
 class Coverage:
     """Whether one model has a whole route; planned again only when the directory's records are others."""
 
-    def __init__(self, request: RouteRequest) -> None:
+    def __init__(self, request: RouteRequest, *, now: Callable[[], float] = time.monotonic) -> None:
         self.request = request
+        self._now = now
         self._seen: Collection[NodeRecord] | None = None
         self._status = ModelStatus("partial", request.num_layers)
+        self._lost_at: float | None = None  # when the last whole route was found gone
 
     def status(self, records: tuple[NodeRecord, ...]) -> ModelStatus:
-        """See `status_of`."""
+        """See `status_of`; for as long as an answer under way would wait for a lost node, it says so."""
         if records is not self._seen:
-            self._status = status_of(records, self.request)
+            was_ready, self._status = self._status.is_ready, status_of(records, self.request)
             self._seen = records
-        return self._status
+            if was_ready and not self._status.is_ready:
+                self._lost_at = self._now()
+        if self._status.is_ready or self._lost_at is None or self._now() - self._lost_at >= RETURN_GRACE_S:
+            return self._status
+        return replace(self._status, may_return=True)
 
 
 def status_of(records: Collection[NodeRecord], request: RouteRequest) -> ModelStatus:

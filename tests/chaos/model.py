@@ -56,3 +56,12 @@ class WholeAnswers:
             pieces = [answer.push(token_id) for token_id in new if token_id != 2]
             self._known[key] = "".join([*pieces, answer.finish()])
         return self._known[key]
+
+
+def long_answers(whole: WholeAnswers, count: int, num_tokens: int) -> dict[str, str]:
+    """Prompts with their answers, such as do not end early, all different."""
+    words = ["hello", "quick", "brown", "fox", "world", "end", "lazy", "dog", "jumps", "over", "river", "sea"]
+    found = {f"{a} {b}": whole.greedy(f"{a} {b}", num_tokens) for a in words[:2] for b in words}
+    by_text = {text: prompt for prompt, text in found.items()}
+    longest = sorted(by_text, key=len, reverse=True)[:count]
+    return {by_text[text]: text for text in longest}

@@ -160,7 +160,7 @@ class Soak:
     async def _ask_under_fire(self, questions: Questions) -> None:
         self._faults = Faults([self._sentinels, *self._nodes], self._rng, self._note)
         hurting = asyncio.create_task(self._faults.run())
-        asking = asyncio.gather(*(self._ask_on(questions) for _ in range(STREAMS)))
+        asking = asyncio.create_task(self._ask_all(questions))
         try:
             await asyncio.wait({hurting, asking}, return_when=asyncio.FIRST_COMPLETED)
             if hurting.done():
@@ -169,6 +169,9 @@ class Soak:
             hurting.cancel()
             asking.cancel()
             await asyncio.gather(hurting, asking, return_exceptions=True)
+
+    async def _ask_all(self, questions: Questions) -> None:
+        await asyncio.gather(*(self._ask_on(questions) for _ in range(STREAMS)))
 
     def _client(self) -> AsyncOpenAI:
         assert self._gateway is not None

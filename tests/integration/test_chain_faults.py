@@ -121,6 +121,22 @@ async def test_a_link_that_is_cut_to_the_only_node_is_dialled_again() -> None:
         await all_is_freed(here)
 
 
+async def test_a_session_that_opens_while_the_only_node_is_away_waits_for_it() -> None:
+    async with home() as here:
+        node = await here.rig.add_fake_node()
+        whole = await unbroken(here, node)
+        network = here.rig.network
+        network.cut_off(node.node_id)
+        await until(lambda: not here.switchboard.directory.records())
+        opening = asyncio.create_task(here.open())
+        await until(lambda: here.switchboard.num_chains == 1)
+        network.bring_back(node.node_id)
+        chain = await opening
+        np.testing.assert_array_equal(await run(chain, 0, rows(3)), whole[0])
+        await chain.close()
+        await all_is_freed(here)
+
+
 async def test_a_cut_between_the_only_two_nodes_is_mended_on_them() -> None:
     async with home() as here:
         whole = await unbroken(here, await here.rig.add_fake_node())

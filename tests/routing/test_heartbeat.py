@@ -41,6 +41,15 @@ def test_watched_link_is_pinged_every_half_second() -> None:
     assert heartbeat.silent_for_s(2.5) == 2.0
 
 
+def test_a_link_that_carries_circuits_is_pinged_every_second() -> None:
+    heartbeat = Heartbeat(0.0, TIMING)
+    heartbeat.is_carrying = True
+    assert run(heartbeat, until=2.0) == [(1.0, "ping"), (2.0, "ping")]
+    heartbeat.is_carrying = False
+    heartbeat.heard(3.0)
+    assert heartbeat.check(4.5) == "fine"
+
+
 def test_watching_asks_an_idle_link_at_once() -> None:
     heartbeat = Heartbeat(0.0, TIMING)
     heartbeat.num_watchers = 1

@@ -45,6 +45,17 @@ async def test_any_member_can_be_a_bootstrap(swarm: Swarm) -> None:
     await until(lambda: knows(first, second, third) and knows(third, first, second))
 
 
+async def test_a_guest_dials_the_first_node_of_a_swarm_back_and_finds_its_slices(swarm: Swarm) -> None:
+    first = await swarm.node(listen=("0.0.0.0", 0))
+    await asyncio.sleep(0.1)
+    assert first.status().contacts == ()
+    assert first.bound is not None
+    address = NodeAddress(first.node_id, "127.0.0.1", first.bound[1])
+    guest = await swarm.guest(address)
+    await until(lambda: [it.is_verified for it in guest.directory.records()] == [True])
+    assert first.status().contacts == (address,)
+
+
 async def test_a_sentinel_that_nobody_has_dialled_back_yet_is_announced_on_the_operators_word(
     swarm: Swarm,
 ) -> None:

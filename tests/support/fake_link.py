@@ -56,6 +56,7 @@ class FakeNetwork:
         self.endpoints: list[FakeEndpoint] = []
         self._ports = itertools.count(40001)
         self._listening: dict[tuple[str, int], FakeEndpoint] = {}
+        self._away: dict[tuple[str, int], FakeEndpoint] = {}  # cut off
 
     def links_between(self, one: NodeId, other: NodeId) -> list[FakeLink]:
         """Both sides of every live link between two nodes."""
@@ -73,10 +74,16 @@ class FakeNetwork:
 
     def cut_off(self, node_id: NodeId) -> None:
         """A node dies: its links break and nobody listens at its addresses any more."""
-        self._listening = {at: end for at, end in self._listening.items() if end.node_id != node_id}
+        gone = {at: end for at, end in self._listening.items() if end.node_id == node_id}
+        self._listening = {at: end for at, end in self._listening.items() if at not in gone}
+        self._away |= gone
         for link in list(self.links):
             if node_id in (link.peer_id, link.own_id):
                 link.cut()
+
+    def bring_back(self, node_id: NodeId) -> None:
+        """A node that was cut off listens again."""
+        self._listening |= {at: end for at, end in self._away.items() if end.node_id == node_id}
 
     def _listen(self, endpoint: FakeEndpoint, host: str, port: int) -> tuple[str, int]:
         bound = (host, port or next(self._ports))

@@ -27,17 +27,17 @@ from cli.options import DEFAULT_NETWORK
 from cli.survey import survey
 from routing.addresses import parse_address
 from routing.types import Description
+from tests.support.nursery import ONE_THREAD, Forked, Nursery
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DRAIN = ("--drain", "5")  # of hosts: less than STOP_TIMEOUT_S
 
 
 class Process:
     """One child and what it says."""
 
-    def __init__(self, popen: subprocess.Popen[str]) -> None:
+    def __init__(self, popen: subprocess.Popen[str] | Forked) -> None:
         self.popen = popen
         self.events: list[dict[str, Any]] = []
         self.ready: dict[str, Any] = {}
@@ -105,8 +105,12 @@ class Process:
 
 @dataclass
 class Processes:
-    """A family of sentinels, nodes and gateways on this machine, with a state folder of their own."""
+    """A family of sentinels, nodes and gateways on this machine, with a state folder of their own.
 
+    With a nursery they are forked: for tests that start many.
+    """
+
+    nursery: Nursery | None = None
     children: list[Process] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)  # for children started from now on
     _folder: tempfile.TemporaryDirectory[str] = field(
@@ -198,16 +202,20 @@ class Processes:
         return os.environ | ONE_THREAD | {"DIFFUSE_STATE": str(self.state_dir)} | self.environment
 
     def _spawn(self, *arguments: str) -> Process:
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "cli", *arguments, "--events", "json", "--until-eof"],
+        child = Process(self._popen([*arguments, "--events", "json", "--until-eof"]))
+        self.children.append(child)
+        return child
+
+    def _popen(self, arguments: Sequence[str]) -> subprocess.Popen[str] | Forked:
+        if self.nursery is not None:
+            return self.nursery.spawn(arguments, self._environment())
+        return subprocess.Popen(
+            [sys.executable, "-m", "cli", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=self._environment(),
         )
-        child = Process(popen)
-        self.children.append(child)
-        return child
 
     def _wait_ready(self, child: Process) -> Process:
         child.ready = child.wait_event("ready")
