@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -62,11 +61,13 @@ class Gateway:
         Raises `ApiError` 404 or 503, or `ModelUnavailableError`.
         """
         known = self.model(asked)
-        status = await self._covered(lambda: self.model(asked).status)
+        with self._waiting():
+            status = await _covered(lambda: self.model(asked).status)
         if status.state in ("partial", "failed"):
             raise not_ready(known.name, status)
         engine = await self._opened(known.name)
-        status = await self._covered(engine.coverage)
+        with self._waiting():
+            status = await _covered(engine.coverage)
         if not status.is_ready:  # nodes may have left while it was loaded
             raise not_ready(known.name, status)
         return engine
@@ -108,17 +109,19 @@ class Gateway:
             self.stop.set()
             await self._idle.wait()
 
-    async def _covered(self, status_of: Callable[[], ModelStatus]) -> ModelStatus:
-        """Give nodes that were lost a moment ago the time to return, where layers have no other."""
-        until = time.monotonic() + self.library.grace_s()
-        while True:
-            status = status_of()
-            if status.state != "partial" or time.monotonic() >= until:
-                return status
-            await asyncio.sleep(RETURN_POLL_S)
-
     async def _opened(self, name: str) -> TextEngine:
         """Wait for a model's ends, with few others and not for long."""
+        try:
+            with self._waiting():
+                async with asyncio.timeout(self.settings.load_wait_s):
+                    return await self.library.engine(name)
+        except TimeoutError:
+            message = f"the model `{name}` is still loading"
+            raise unavailable("model_loading", message, LOADING_RETRY_S) from None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A place among those that wait for a model. Raises `ApiError` 503 when there is none."""
         if self.is_draining:
             raise unavailable("shutting_down", "the gateway is shutting down", OVERLOAD_RETRY_S)
         if self.num_waiting >= self.settings.max_requests:
@@ -126,11 +129,7 @@ class Gateway:
             raise unavailable("overloaded", message, OVERLOAD_RETRY_S)
         self.num_waiting += 1
         try:
-            async with asyncio.timeout(self.settings.load_wait_s):
-                return await self.library.engine(name)
-        except TimeoutError:
-            message = f"the model `{name}` is still loading"
-            raise unavailable("model_loading", message, LOADING_RETRY_S) from None
+            yield
         finally:
             self.num_waiting -= 1
 
@@ -142,3 +141,10 @@ class Gateway:
         names = ", ".join(f"`{known.name}`" for known in self.listed()[:MAX_NAMES]) or "none"
         message = f"The model `{ascii(asked[:80])[1:-1]}` {what} Available models: {names}"
         return ApiError(404, "model_not_found", message, param="model")
+
+
+async def _covered(status_of: Callable[[], ModelStatus]) -> ModelStatus:
+    """Give a node that was lost a moment ago the time to return, where layers have no other."""
+    while (status := status_of()).may_return:  # noqa: ASYNC110 - ends by the clock too
+        await asyncio.sleep(RETURN_POLL_S)
+    return status

@@ -12,13 +12,14 @@ from bench.failover import measure_failover
 from bench.hops import measure_hops
 from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
+from bench.placement import measure_placement
 from bench.relay import measure_relay
 from bench.report import Report
 from bench.split import measure_split
 from bench.wan import measure_wan
 from cli.runtime import run_fast
 
-SECTIONS = ("ledger", "nodes", "hops", "cancel", "failover", "relay", "wan", "split")
+SECTIONS = ("ledger", "nodes", "hops", "cancel", "failover", "relay", "wan", "placement", "split")
 
 
 async def _run(only: list[str], pairs: int) -> None:
@@ -37,6 +38,8 @@ async def _run(only: list[str], pairs: int) -> None:
         await measure_relay(report)
     if "wan" in only:
         await measure_wan(report)
+    if "placement" in only:
+        await measure_placement(report)
     if "split" in only:
         await measure_split(report, pairs)
     report.write()

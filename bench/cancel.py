@@ -29,7 +29,9 @@ async def measure_cancel(report: Report) -> None:
                 ready.set_result(str(event["url"]))
 
         settings = GatewaySettings(port=0)
-        serving = asyncio.create_task(run_gateway(settings, local.settings, on_event=hear))
+        serving = asyncio.create_task(
+            run_gateway(settings, local.settings.member, local.settings.library, on_event=hear)
+        )
         try:
             url = await ready
             times = [1000 * await _leave(local, url, after) for after in range(1, REPEATS + 1)]

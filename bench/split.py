@@ -61,7 +61,7 @@ async def _stock_speed(folder: Path, threads: int, prompt_ids: list[int]) -> flo
     with StockProcess(folder, threads) as stock:
         await asyncio.to_thread(stock.generate, prompt_ids, 8)
         runs = [await asyncio.to_thread(stock.generate, prompt_ids, NUM_TOKENS) for _ in range(3)]
-    return max(NUM_TOKENS / run["seconds"] for run in runs)
+    return float(max(NUM_TOKENS / run["seconds"] for run in runs))
 
 
 async def _timed(local: LocalSwarm, prompt_ids: list[int]) -> tuple[float, str]:

@@ -135,9 +135,9 @@ def read_service(path: Path) -> Service | None:
             num_sessions=told.get("num_sessions"),
             limit_s=told.get("limit_s"),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return service if is_running(service.pid, service.started) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return service if is_running(service.pid, service.started) else None
 
 
 def is_running(pid: int, started: float) -> bool:

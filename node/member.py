@@ -27,6 +27,7 @@ from node.slice_mover import SliceMover
 from node.slice_table import SliceTable
 from node.stats import NodeStats
 from node.step_job import StepJob
+from routing.address_policy import Scope
 from routing.errors import RemoteError, SettingsError
 from routing.identity import Identity
 from routing.network import Network, NetworkSettings, Offering
@@ -219,7 +220,7 @@ class Node:
 
     def _may_dial(self, address: NodeAddress) -> bool:
         """Whether a gateway may send us there: any place of a swarm without bounds, else those that records allow."""
-        if not self._settings.is_placed:
+        if not self._settings.is_placed and self._network.policy.scope is not Scope.PUBLIC:
             return True  # lists made by hand may hold host names
         is_known = address in self._network.directory.addresses_of(address.node_id)
         return is_known or self._network.policy.check(address.host, address.port) is None

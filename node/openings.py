@@ -185,7 +185,7 @@ class Openings:
         if link is None or link.is_closed:
             self.lose_next_hop(session, trouble)
             return
-        session.next_link = link
+        session.take_next(link)
         self._outbox.put(link, onward)
         if not entry.resumes:
             self._steps.next_hop_takes(session, 1)
@@ -201,6 +201,6 @@ class Openings:
 
     def lose_next_hop(self, session: Session, text: str) -> None:
         """The gateway plans again; what is computed meanwhile waits."""
-        session.next_link = None
+        session.take_next(None)
         session.is_next_lost = True
         self._returns.report(session, session.last_done, hop_lost(session, text))

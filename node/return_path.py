@@ -14,6 +14,7 @@ from routing import wire
 from routing.endpoint import STALE_AFTER_S, Endpoint
 from routing.errors import ProtocolError, RemoteError
 from routing.link import Link
+from routing.outbox import MAX_QUEUED
 from routing.types import Answer, Failure, SessionId
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,13 @@ class ReturnPath:
         step: int = 0,
         hop: int = 0,
     ) -> None:
-        """Tell whoever sent a message, and nobody else, that it concerns no session of theirs here."""
+        """Tell whoever sent a message, and nobody else, that it concerns no session of theirs here.
+
+        One that does not read what it is told is not told any more.
+        """
         logger.debug("session %s hop %d: refused, %s", session_id[:4].hex(), hop, error.code.name)
+        if link.num_waiting > MAX_QUEUED:
+            return
         self._stats.failures_sent += 1
         self._outbox.put(link, _failure(session_id, epoch, step, error, hop))
 

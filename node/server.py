@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from node.budget import MemoryBudget
 from node.held_slice import HeldSlice
@@ -108,6 +109,7 @@ class NodeServer:
             free=self._free,
         )
         slices.on_removed = self._end_slice
+        self._describing: set[Link] = set()  # links on which a description waits to leave
         self._is_closing = False
 
     def connect(self, endpoint: Endpoint) -> None:
@@ -177,12 +179,13 @@ class NodeServer:
             case Inquire():
                 self._on_inquire(link, message)
             case Describe():
-                self._outbox.put(link, self.description())
+                self._on_describe(link)
             case _:
                 logger.debug("peer %s sent a %s to a node", link.peer_id.hex()[:8], type(message).__name__)
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
         """Sessions that went on over this link tell their gateway, which plans again."""
+        self._describing.discard(link)
         if error is not None:
             logger.info("peer %s: link lost, %s", link.peer_id.hex()[:8], error.code.name)
         for session in self._sessions:
@@ -241,6 +244,12 @@ class NodeServer:
             session.bound.append(link)
             session.last_seen = self._clock()
 
+    def _on_describe(self, link: Link) -> None:
+        """Say what is served now; who asks again before that has left is answered by it."""
+        if link not in self._describing:
+            self._describing.add(link)
+            self._outbox.put(link, self.description(), partial(self._describing.discard, link))
+
     def _on_inquire(self, link: Link, asked: Inquire) -> None:
         """Say how far a session is, to its gateway; to others as if it were not here."""
         session = self._sessions.get(asked.session_id)
@@ -298,6 +307,7 @@ class NodeServer:
         self._slices.detach(session.held)
         self.stats.num_sessions -= 1
         self._steps.drop(session)
+        session.take_next(None)
         session.history.close()
         logger.debug("session %s hop %d: freed", session.name, session.entry.hop)
         self._steps.free_state(session)

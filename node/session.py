@@ -6,6 +6,7 @@ typed error. Knows nothing of torch, threads or how messages travel.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -96,6 +97,7 @@ class Session:
     num_in_flight: int = 0  # jobs submitted and not finished
     pending: Pending = field(default_factory=Pending, repr=False)
     orphan_since: float | None = None
+    _watching: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def name(self) -> str:
@@ -149,12 +151,19 @@ class Session:
         self.next_step = number
         self.last_done = self.history.last_number
 
+    def take_next(self, link: Link | None) -> None:
+        """Use this link to the next hop, or none. One that falls silent meanwhile is seen to, and not used again."""
+        self._watching.close()
+        self.next_link = link
+        if link is not None:
+            self._watching.enter_context(link.watch())
+
     def reroute(self, epoch: int, entry: HopEntry, link: Link) -> None:
         """Take a new route: other neighbours; steps go on where they are, those that are under way included."""
         self.epoch = epoch
         self.entry = entry
         self.bound = [link]
-        self.next_link = None
+        self.take_next(None)
         self.is_next_lost = False
         self.onward_from = None
         self.is_fresh = False

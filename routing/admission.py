@@ -21,6 +21,7 @@ class Limits:
     handshakes_per_ip_per_s: float = 10.0
     handshakes_per_ip_burst: float = 20.0
     max_half_open: int = 64
+    max_half_open_per_ip: int = 16  # as many as it may have links: one address never holds all places
     max_links: int = 512
     max_links_per_identity: int = 4
     max_links_per_ip: int = 16
@@ -63,10 +64,14 @@ class Admission:
         self._links: dict[str, int] = {}
         self.num_refused = 0
 
-    def admit(self, host: str, num_half_open: int) -> bool:
-        """Say whether a connection from `host` may begin a handshake, `num_half_open` others being at it."""
+    def admit(self, host: str, num_half_open: int, num_from_host: int = 0) -> bool:
+        """Say whether a connection from `host` may begin a handshake, `num_half_open` others being at it.
+
+        `num_from_host` of them are of the same party.
+        """
         is_welcome = (
             num_half_open < self._limits.max_half_open
+            and (num_from_host < self._limits.max_half_open_per_ip or is_this_machine(host))
             and self._everyone.take(self._now())
             and (is_this_machine(host) or self._admit_address(host))
         )
@@ -75,7 +80,7 @@ class Admission:
 
     def link_up(self, host: str) -> bool:
         """Count a link from `host`; say False (and count nothing) when it has too many."""
-        network = _network(host)
+        network = party_of(host)
         count = self._links.get(network, 0)
         if count >= self._limits.max_links_per_ip and not is_this_machine(host):
             return False
@@ -84,14 +89,14 @@ class Admission:
 
     def link_down(self, host: str) -> None:
         """Forget one link from `host`."""
-        network = _network(host)
+        network = party_of(host)
         self._links[network] -= 1
         if not self._links[network]:
             del self._links[network]
 
     def _admit_address(self, host: str) -> bool:
         now = self._now()
-        host = _network(host)
+        host = party_of(host)
         if host not in self._buckets and len(self._buckets) >= MAX_REMEMBERED:
             self._buckets = {key: bucket for key, bucket in self._buckets.items() if not bucket.is_full(now)}
             if len(self._buckets) >= MAX_REMEMBERED:
@@ -100,7 +105,7 @@ class Admission:
         return self._buckets.setdefault(host, TokenBucket(rate, burst, now)).take(now)
 
 
-def _network(host: str) -> str:
+def party_of(host: str) -> str:
     """Return what one party may hold: an IPv4 address, or an IPv6 /64."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

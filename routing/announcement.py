@@ -32,6 +32,7 @@ MAX_LIFETIME_MS = 600_000  # transport.md 5.5
 MAX_AHEAD_MS = 60_000  # transport.md 5.5: how far an honest clock may be ahead of ours
 MAX_SEQUENCE = (1 << 63) - 1  # leaves room to sign above any record that is accepted
 MAX_CONTACTS = 8
+MAX_RELAYED = 4  # contacts with a voucher: each one is a signature to check, and nodes keep two
 MAX_ROLES = 8
 MAX_OFFERS = 16
 MAX_NEIGHBOURS = 8
@@ -269,6 +270,8 @@ def _check_content(announcement: Announcement, policy: AddressPolicy) -> None:
             raise RecordRefused(Refusal.BAD_ADDRESS, f"{address.host} {fault}")
         if address.node_id != announcement.node_id or (contact.voucher is None) == address.is_relayed:
             raise RecordRefused(Refusal.BAD_VOUCHER, "a relayed contact, and only that, has a voucher")
+    if sum(contact.voucher is not None for contact in announcement.contacts) > MAX_RELAYED:
+        raise RecordRefused(Refusal.BAD_VOUCHER, "too many")
     for offer in announcement.offers:
         _check_offer(offer)
     if not all(_is_between(0, ms, MAX_RTT_MS) for _, ms in announcement.neighbour_ms):

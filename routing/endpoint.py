@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from routing.admission import Admission, Limits
+from routing.admission import Admission, Limits, party_of
 from routing.circuit import Circuit
 from routing.counters import EndpointCounters
 from routing.errors import (
@@ -26,6 +26,7 @@ from routing.errors import (
     remote_error,
 )
 from routing.greeting import Greeting
+from routing.guest_token import is_for_anybody
 from routing.handshake import Handshake, Membership
 from routing.heartbeat import HeartbeatTiming
 from routing.identity import Identity, StaticKeyring
@@ -283,7 +284,10 @@ class Endpoint:
 
     def _accept(self, websocket: FrameSocket) -> None:
         is_relayed = websocket.relay_id is not None
-        handshake = Handshake(self.membership, self._capabilities(), is_relayed=is_relayed)
+        told = self._capabilities()
+        if is_for_anybody(told.token):  # the dialler is told before it says who it is, and could use it
+            told = replace(told, token=b"")
+        handshake = Handshake(self.membership, told, is_relayed=is_relayed)
         left_s = self._limits.handshake_timeout_s - websocket.age_s
         greeting = Greeting(websocket, handshake, self, timeout_s=left_s)
         self._keep(websocket)
@@ -295,12 +299,18 @@ class Endpoint:
         websocket.closed.add_done_callback(lambda _: self._websockets.discard(websocket))
 
     def _may_begin(self, peer_host: str) -> bool:
-        return not self._is_closed and self._admission.admit(peer_host, self._num_half_open)
+        half_open = self._half_open
+        num_of_party = 0
+        if len(half_open) >= self._limits.max_half_open_per_ip:
+            num_of_party = sum(party_of(host) == party_of(peer_host) for host in half_open)
+        return not self._is_closed and self._admission.admit(peer_host, len(half_open), num_of_party)
 
     @property
-    def _num_half_open(self) -> int:
-        num_greetings = sum(dial is None for dial in self._greetings.values())
-        return num_greetings + sum(len(listener.pending) for listener in self._listeners)
+    def _half_open(self) -> list[str]:
+        """Where connections come from that are not links yet."""
+        greeted = [it.carrier.websocket for it, dial in self._greetings.items() if dial is None]
+        pending = [websocket for listener in self._listeners for websocket in listener.pending]
+        return [websocket.peer_host for websocket in (*greeted, *pending)]
 
     def on_circuit(self, link: Link, message: Incoming | Refused) -> None:
         """Take what a sentinel says: somebody wants to reach us, or a circuit of ours is refused."""

@@ -200,6 +200,7 @@ class Gossip:
 
     def _exchange(self, peer_id: NodeId) -> list[Send]:
         self._last_exchange = self._now()
+        self._peers[peer_id].expect_reply()
         return [(peer_id, digest_of(self._table, self._limits.span_size, self._rng, self._found_dead()))]
 
     def _found_dead(self) -> tuple[bytes, ...]:
@@ -208,6 +209,9 @@ class Gossip:
     def _compare(self, peer: GossipPeer, digest: Digest) -> list[Message]:
         self._hear_doubts(peer, digest.doubts)
         if digest.is_reply:
+            if digest.entries and not peer.take_reply():
+                self._count(GossipFault.DIGEST_FLOOD)
+                return []
             peer.has_more = len(digest.entries) >= self._limits.span_size
         elif not peer.digests.take(self._now()):
             self._count(GossipFault.DIGEST_FLOOD)
@@ -226,7 +230,8 @@ class Gossip:
         return answers
 
     def _is_welcome(self, prefix: bytes, sequence: int) -> bool:
-        return (prefix, sequence) not in self._refused
+        is_known = self._table.sequence_of(prefix) >= 0
+        return (prefix, sequence) not in self._refused and (is_known or self._table.may_have_room_for(prefix))
 
     def _hear_doubts(self, peer: GossipPeer, prefixes: Iterable[bytes]) -> None:
         if self._on_doubt is None:
@@ -262,11 +267,12 @@ class Gossip:
     def _take_records(self, peer_id: NodeId, peer: GossipPeer, message: Records) -> list[Send]:
         claims = self._claims(message.records[:MAX_RECORDS])
         asked, is_end = peer.note_answer([author[:PREFIX_SIZE] for _, author, _ in claims])
-        news = [
-            record
-            for record, author, sequence in claims
-            if self._take(peer, record, author, sequence, author[:PREFIX_SIZE] in asked)
-        ]
+        news: list[bytes] = []
+        for record, author, sequence in claims:
+            was_asked = author[:PREFIX_SIZE] in asked
+            asked.discard(author[:PREFIX_SIZE])  # one record was asked for, not as many as fit
+            if self._take(peer, record, author, sequence, was_asked):
+                news.append(record)
         sends = self._push(news, FANOUT, without=peer_id) if news else []
         if is_end and peer.wanted:
             sends += [(peer_id, pull) for pull in self._next_pull(peer)]
@@ -293,18 +299,31 @@ class Gossip:
         known = self._table.known_sequence(author)
         if author == self._own_id:
             known -= 1  # one of the same sequence is not ours
-        if not was_asked and sequence > known and not peer.records.take(self._now()):
-            return self._count(GossipFault.FLOOD)
+        if (refusal := self._unread(peer, author, is_new=sequence > known, was_asked=was_asked)) is not None:
+            return self._count(refusal)
         try:
             announcement = self._read(
                 record, self._network_id, self._policy, now_ms=self._now_ms(), known_sequence=max(known, -1)
             )
         except RecordRefused as refused:
+            if refused.reason is Refusal.FORGED:
+                peer.note_forgery(self._now())
             return self._count(refused.reason)
         if author == self._own_id:
             return self._meet_rival(announcement)
         is_taken = self._accept(author, record, announcement)
         return is_taken and (not was_asked or self._now_ms() - announcement.issued_ms < FRESH_MS)
+
+    def _unread(self, peer: GossipPeer, author: NodeId, *, is_new: bool, was_asked: bool) -> str | None:
+        """Why a record is not worth verifying; None where it is, or is refused for less than that."""
+        if not is_new:
+            return None
+        now = self._now()
+        if peer.is_barred(now) or not (was_asked or peer.records.take(now)):
+            return GossipFault.FLOOD
+        if not self._table.has_slot(author):
+            return Room.TABLE_FULL
+        return None
 
     def _accept(self, author: NodeId, record: bytes, announcement: Announcement) -> bool:
         now = self._now()

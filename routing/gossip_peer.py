@@ -13,6 +13,9 @@ from routing.record_table import TableLimits
 from routing.types import Pull
 
 ANSWER_S = 5.0  # how long a pull may take
+MAX_FORGERIES = 4  # whoever passes records on has verified them: a forgery is its bringer's
+BARRED_S = 60.0  # how long one that brought so many is not read
+MAX_REPLIES_DUE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,31 @@ class GossipPeer:
         self._asked_until = 0.0
         self.wanted: list[bytes] = []  # id prefixes of which the peer told something newer
         self.has_more = False  # its last digest was full: there may be more that we lack
+        self._barred_until = 0.0
+        self._num_forgeries = 0  # since it was barred last
+        self._replies_due = 0  # digests of ours that it may answer with one of its own
+
+    def is_barred(self, now: float) -> bool:
+        """Whether it brought forged records a moment ago."""
+        return now < self._barred_until
+
+    def note_forgery(self, now: float) -> None:
+        """It brought a forged record; after a few none is taken from it for a while."""
+        self._num_forgeries += 1
+        if self._num_forgeries >= MAX_FORGERIES:
+            self._num_forgeries, self._barred_until = 0, now + BARRED_S
+            self.forget_pulls()
+
+    def expect_reply(self) -> None:
+        """We told it of our table."""
+        self._replies_due = min(self._replies_due + 1, MAX_REPLIES_DUE)
+
+    def take_reply(self) -> bool:
+        """Whether a digest in answer to ours was due."""
+        if not self._replies_due:
+            return False
+        self._replies_due -= 1
+        return True
 
     def is_answering(self, now: float) -> bool:
         """Whether a pull is in flight."""
@@ -59,7 +87,7 @@ class GossipPeer:
 
     def next_pull(self, now: float) -> Pull | None:
         """Ask for the next of what is wanted; None when there is nothing, or a pull is in flight."""
-        if self.is_answering(now):
+        if self.is_answering(now) or self.is_barred(now):
             return None
         asked: list[bytes] = []
         while self.wanted and len(asked) < self._pull_size and self._pulls.take(now):
@@ -83,3 +111,4 @@ class GossipPeer:
     def forget_pulls(self) -> None:
         """The link is gone, and with it all answers."""
         self._asked, self.wanted, self.has_more = set(), [], False
+        self._replies_due = 0

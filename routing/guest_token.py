@@ -94,6 +94,11 @@ def read_guest_token(content: bytes, network_id: bytes, *, now_s: float) -> Gues
     return GuestToken(issuer_key, client, GuestScope(scope), issued_s, expires_s, quota)
 
 
+def is_for_anybody(content: bytes) -> bool:
+    """Whether whoever sees this token, checked or not, can use it."""
+    return len(content) == TOKEN_SIZE and content[: _BODY.size].endswith(_ANYBODY)
+
+
 def format_guest_token(content: bytes) -> str:
     """Return a token as a text to send by mail; `parse_guest_token` is the inverse."""
     return TEXT_PREFIX + base64.urlsafe_b64encode(content).decode("ascii").rstrip("=")

@@ -18,6 +18,8 @@ from routing.types import NodeAddress, NodeId
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 64
+MAX_SIZE = 64 << 10  # B: 64 addresses take a third of it
+MAX_STORED_SEQUENCE = 1 << 62  # they follow the clock in ms; a broken file must not use up all that are left
 _ID_DIGITS = 16
 
 
@@ -68,15 +70,18 @@ class KnownPeers:
             logger.warning("cannot keep known peers in %s: %s", self._path, error.strerror)
 
     def _read(self) -> None:
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return
         try:
-            fields = json.loads(self._path.read_text())
+            with self._path.open("rb") as file:
+                fields = json.loads(file.read(MAX_SIZE))
             sequence, peers = fields["sequence"], fields["peers"]
-            if not isinstance(sequence, int) or not 0 <= sequence + 1 < 2**63:
-                raise ValueError("the sequence is no number")
+            if type(sequence) is not int or not -1 <= sequence <= MAX_STORED_SEQUENCE:
+                raise ValueError("the sequence is no number that we wrote")
             known = _parse(peers)
-        except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SettingsError) as error:
             logger.warning("%s cannot be read (%s): starting without it", self._path, type(error).__name__)
             return
         self.sequence = sequence

@@ -153,6 +153,11 @@ class Link:
         """Message bytes that are accepted and not sealed yet."""
         return self._outbox.waiting_bytes
 
+    @property
+    def num_waiting(self) -> int:
+        """Messages that are accepted and not sealed yet."""
+        return self._outbox.num_waiting
+
     async def send(self, message: Message) -> None:
         """Send a message; return when all of it is on its way to the socket.
 
@@ -245,7 +250,9 @@ class Link:
             raise self._closed_error()
         kind, buffers = encode(message)
         self.counters.messages_sent[type(message).__name__] += 1
-        return self._outbox.push(kind, lane(message), buffers)
+        outgoing = self._outbox.push(kind, lane(message), buffers)
+        self._check_overrun()
+        return outgoing
 
     # --- the way out
 
@@ -258,8 +265,15 @@ class Link:
         self.counters.messages_sent[type(message).__name__] += 1
         encode_ns = time.perf_counter_ns() - started
         self._pump()
+        self._check_overrun()
         self.last_seal_us = (encode_ns + outgoing.seal_ns) / 1000
         return outgoing
+
+    def _check_overrun(self) -> None:
+        """Give up a peer that makes us answer and takes no answer; soon, for a caller goes on with the link now."""
+        if self._outbox.is_overrun and not self.is_closed:
+            flow = ProtocolError(ErrorCode.FLOW, "the peer takes nothing of what it makes us send")
+            self._loop.call_soon(self._fail, flow)
 
     async def _wait_gone(self, outgoing: Outgoing) -> None:
         gone = asyncio.Event()

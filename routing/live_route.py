@@ -15,6 +15,7 @@ from typing import Any
 from routing import sealing
 from routing.answers import SentStep, check_answer
 from routing.blame import Trouble
+from routing.endpoint import STALE_AFTER_S
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
 from routing.link import Link
 from routing.opening import ChainOptions, RouteKeys, opening_of
@@ -85,6 +86,7 @@ class LiveRoute:
             measured=lambda: switch.measured(route.hops[0].offer.model_digest),
             may_do_without=may_do_without,
             note=self.note,
+            reach_again=lambda hop: switch.reach_soon(route.hops[hop]),
         )
 
     @property
@@ -280,11 +282,18 @@ class LiveRoute:
         if hop is None:
             return
         own = self._links[hop]
-        if hop == 0:
+        if own is not None and own is not link and self._is_stuck_on(own):
+            silent = LinkError(ErrorCode.TIMEOUT, "the path to the node is silent", hop=hop)
+            self.note(Trouble(silent, is_seen=True, node_id=link.peer_id, is_node_up=True))
+        elif hop == 0:
             if own is not None and own is not link and own.is_relayed:  # direct, or newer
                 self._better = link
         elif own is None or own.is_closed or (own.is_relayed and not link.is_relayed):
             self._use(hop, link)
+
+    def _is_stuck_on(self, own: Link) -> bool:
+        is_silent = not own.is_closed and own.silent_for_s >= STALE_AFTER_S
+        return is_silent and (bool(self._sent) or not self.holds)
 
     def take_link_loss(self, link: Link, error: RemoteError | None) -> None:
         """A link of ours is gone; it matters if the route uses it and something may be lost with it."""

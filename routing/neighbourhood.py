@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FULL_MESH = 24  # members up to which everybody links to everybody: a loss is seen at once by all
 NUM_NEIGHBOURS = 12  # in a larger swarm
+MAX_LOOKED_AT = 256  # of a huge swarm's members, for such in other places
 FEW_LINKS = 3  # with fewer, peers known from earlier are tried too
 FIRST_REDIAL_S = 0.25  # transport.md 5.3, as are the next two
 LAST_REDIAL_S = 30.0
@@ -39,6 +40,7 @@ UP_FOR_LONG_S = 60.0
 QUICK_REDIAL_S = 1.0  # how long a lost peer is given before it is suspected
 POLITE_S = 1.0  # of two that would dial each other, the greater id waits so long for the lesser
 LOOK_S = 1.0
+REST = 9.0  # times as long as a look at all members took is no other: a tenth of the time, however many there are
 CLOCK_STEP_S = 10.0
 MAX_DIALS = 8  # at once
 DIAL_TIMEOUT_S = 5.0
@@ -177,7 +179,10 @@ class Neighbourhood:
         if isinstance(message, Digest | Pull | Records):
             answers = self._gossip.receive(link.peer_id, message)
             self.send(answers, via=link)
-            self.look()
+            if not self.heard.is_set():
+                self.look()  # somebody waits for a first word
+            elif self._gossip.version != self._version:
+                self._woken.set()  # `_connect` looks: a look goes through all members, and messages come in floods
             if isinstance(message, Records) or not any(isinstance(it, Pull) for _, it in answers):
                 self.heard.set()
 
@@ -231,13 +236,16 @@ class Neighbourhood:
     async def _connect(self) -> None:
         while True:
             self._woken.clear()
+            began = time.monotonic()
+            self.look()
             self._dial_due()
+            rest_s = max(0.02, REST * (time.monotonic() - began))  # gossip comes in bursts
             try:
                 async with asyncio.timeout(self._pause()):
                     await self._woken.wait()
             except TimeoutError:
                 continue
-            await asyncio.sleep(0.02)  # gossip comes in bursts
+            await asyncio.sleep(rest_s)
 
     def _pause(self) -> float:
         due = min(
@@ -294,7 +302,7 @@ class Neighbourhood:
         self._rng.shuffle(fresh)
         places = {place_of(self._direct(node_id)[0].host) for node_id in kept}
         elsewhere = []
-        for node_id in fresh:
+        for node_id in fresh[:MAX_LOOKED_AT]:
             place = place_of(self._direct(node_id)[0].host)
             if place not in places:
                 places.add(place)
@@ -302,7 +310,9 @@ class Neighbourhood:
         return frozenset([*kept, *elsewhere, *fresh][:NUM_NEIGHBOURS])
 
     def _direct(self, node_id: NodeId) -> list[NodeAddress]:
-        return [way for way in self.ways(node_id) if not way.is_relayed]
+        told = self.announcements.get(node_id)
+        ways = [contact.address for contact in told.contacts] if told is not None else []
+        return [way for way in ways if not way.is_relayed]
 
     async def _dial(self, address: NodeAddress, attempt: _Try) -> None:
         sequence = self.sequence_of(address.node_id)

@@ -23,6 +23,11 @@ from routing.records import (
 from routing.types import Buffer
 
 _MAX_OPEN_BYTES = MAX_IN_FLIGHT // 2  # of one link: two links stay within what a peer accepts from us
+# Messages that wait in one lane. Answers, gossip and the like: a peer that asks and does not read must not fill our
+# memory. A session's: a replay, one step for each position of a long text.
+MAX_QUEUED = 1024
+MAX_QUEUED_OF_SESSION = 1 << 16
+_SESSION_LANE = 16  # B: a session's lane is its id
 
 
 class Outgoing:
@@ -113,6 +118,8 @@ class Outbox:
         self._open: set[Outgoing] = set()
         self._open_bytes = 0
         self.waiting_bytes = 0
+        self.num_waiting = 0  # messages
+        self.is_overrun = False  # more messages wait in one lane than any peer that reads lets wait
 
     def push(
         self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], object] | None = None
@@ -135,6 +142,9 @@ class Outbox:
             self._turns.append(lane)
         queue.append(outgoing)
         self.waiting_bytes += outgoing.size
+        self.num_waiting += 1
+        is_of_session = len(lane) == _SESSION_LANE
+        self.is_overrun |= len(queue) > (MAX_QUEUED_OF_SESSION if is_of_session else MAX_QUEUED)
         return outgoing
 
     def cancel(self, outgoing: Outgoing) -> None:
@@ -154,7 +164,7 @@ class Outbox:
         self._lanes.clear()
         self._turns.clear()
         self._open.clear()
-        self._open_bytes = self.waiting_bytes = 0
+        self._open_bytes = self.waiting_bytes = self.num_waiting = 0
         for queue in queues:
             for outgoing in queue:
                 outgoing.finish()
@@ -221,6 +231,7 @@ class Outbox:
         if outgoing in self._open:
             self._open.discard(outgoing)
             self._open_bytes -= outgoing.size
+        self.num_waiting -= 1
         lane = self._turns.popleft()
         self._lanes[lane].popleft()
         if self._lanes[lane]:
@@ -230,6 +241,7 @@ class Outbox:
         outgoing.finish()
 
     def _remove(self, outgoing: Outgoing) -> None:
+        self.num_waiting -= 1
         queue = self._lanes[outgoing.lane]
         queue.remove(outgoing)
         if not queue:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from routing.address_policy import canonical_host, prefixes_of
-from routing.admission import TokenBucket
+from routing.admission import TokenBucket, is_this_machine, party_of
 from routing.background import Background
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, RemoteError
@@ -23,6 +23,7 @@ from routing.types import Message, NodeAddress, NodeId, Probe, Probed
 PROBE_TIMEOUT_S = 3.0  # transport.md 5.6, as are the next two
 PROBE_EVERY_S = 30.0
 PROBE_BURST = 3.0
+HOST_RATE, HOST_BURST = 1.0, 32.0  # of all identities at one address: they are free
 MAX_PROBES = 16  # dials back at once, for everybody together
 MAX_BUCKETS = 1024  # peers whose rate is remembered; full buckets are dropped first
 RECHECK_S = 900.0  # transport.md 5.3
@@ -177,6 +178,7 @@ class Prober:
         self._clock = clock
         self._now = now
         self._buckets: dict[NodeId, TokenBucket] = {}
+        self._hosts: dict[str, TokenBucket] = {}
         self._probing: set[NodeId] = set()
         self.num_refused = 0
 
@@ -194,7 +196,7 @@ class Prober:
             self._answer(link, probe, 0)
         elif link.is_relayed:  # its host is the sentinel's, and that is not to be dialled for it
             self._answer(link, probe, ErrorCode.STATE)
-        elif not self._may_ask(link.peer_id):
+        elif not (self._may_ask(link.peer_id) and self._may_look_at(link.peer_host)):
             self.num_refused += 1
             self._answer(link, probe, ErrorCode.QUOTA)
         else:
@@ -229,6 +231,17 @@ class Prober:
             if len(self._buckets) >= MAX_BUCKETS and peer_id not in self._buckets:
                 return False
         return self._buckets.setdefault(peer_id, TokenBucket(1 / PROBE_EVERY_S, PROBE_BURST, now)).take(now)
+
+    def _may_look_at(self, host: str) -> bool:
+        """Whether an address is not dialled too often: new identities, and probes that succeed, are no way around."""
+        if is_this_machine(host):
+            return True
+        now, place = self._now(), party_of(host)
+        if len(self._hosts) >= MAX_BUCKETS:
+            self._hosts = {key: it for key, it in self._hosts.items() if not it.is_full(now)}
+            if len(self._hosts) >= MAX_BUCKETS and place not in self._hosts:
+                return False
+        return self._hosts.setdefault(place, TokenBucket(HOST_RATE, HOST_BURST, now)).take(now)
 
 
 def plain_host(host: str) -> str:

@@ -31,6 +31,7 @@ SETTLE_S = 0.05  # links and news come in bursts
 @dataclass(slots=True)
 class _Asked:
     link: Link
+    port: int
     answered: asyncio.Event
 
 
@@ -88,8 +89,8 @@ class ReachCheck:
     def take(self, link: Link, probed: Probed) -> None:
         """Take an answer, if it is one to what was asked on this very link."""
         asked = self._asked.get(probed.nonce)
-        if asked is None or asked.link is not link:
-            return
+        if asked is None or asked.link is not link or probed.port != asked.port:
+            return  # another port is none of ours: announced, it would lead to somebody else
         del self._asked[probed.nonce]
         now = self._clock()
         way_ms = (link.rtt_ms or 0.0) / 2
@@ -126,11 +127,11 @@ class ReachCheck:
 
     async def _ask(self, link: Link) -> None:
         self._done_with[id(link)] = time.monotonic()
-        nonce = secrets.token_bytes(NONCE_SIZE)
-        asked = self._asked[nonce] = _Asked(link, asyncio.Event())
+        nonce, port = secrets.token_bytes(NONCE_SIZE), self._port()
+        asked = self._asked[nonce] = _Asked(link, port, asyncio.Event())
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                link.post(Probe(nonce, self._port()))
+                link.post(Probe(nonce, port))
                 await asked.answered.wait()
         except (TimeoutError, RemoteError):  # one that does not answer tells nothing
             return

@@ -60,6 +60,7 @@ class RecordTable:
         self._has_prefix_caps = policy.has_prefix_caps
         self._limits = limits
         self._pinned = pinned
+        self._pinned_prefixes = frozenset(node_id[:PREFIX_SIZE] for node_id in pinned)
         self._entries: dict[NodeId, Entry] = {}
         self._live: dict[NodeId, Announcement] = {}
         self._by_prefix: dict[bytes, list[NodeId]] = {}
@@ -97,6 +98,14 @@ class RecordTable:
     def sequence_of(self, prefix: bytes) -> int:
         """Return the highest sequence seen of any author with this id prefix."""
         return self._sequences.get(prefix, -1)
+
+    def has_slot(self, node_id: NodeId) -> bool:
+        """Whether an author's record, whatever it says, could have a place."""
+        return node_id in self._entries or self._has_slot(node_id in self._pinned)
+
+    def may_have_room_for(self, prefix: bytes) -> bool:
+        """Whether a record of an unknown author could have a place; only the beginning of its id is known."""
+        return self._has_slot(is_pinned=False) or prefix in self._pinned_prefixes
 
     def room_for(self, announcement: Announcement) -> Room:
         """Say whether a record fits the caps; a pinned author's and a known author's newer one nearly always do."""

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from routing.announcement import Contact, Voucher
+from routing.announcement import Contact, Voucher, check_voucher
 from routing.endpoint import Endpoint
-from routing.errors import ErrorCode, LinkError, RemoteError, remote_error
+from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
 from routing.link import Link
 from routing.types import GoAway, Message, NodeAddress, NodeId, Reserve, Reserved
 
@@ -188,7 +188,18 @@ class Reservations:
         reserved: Reserved = asked.result()
         if reserved.code:
             raise remote_error(reserved.code, "the sentinel gives no reservation")
+        self._check_voucher(link, reserved)
         return reserved
+
+    def _check_voucher(self, link: Link, reserved: Reserved) -> None:
+        """A forged voucher would have everybody refuse our record, and the other ways in it.
+
+        One that is over, by our clock, is not announced.
+        """
+        voucher = Voucher(link.peer_key, reserved.expires_ms, reserved.voucher)
+        network_id, own_id = self._endpoint.membership.network_id, self._endpoint.node_id
+        if not check_voucher(voucher, network_id, own_id, link.peer_id, now_ms=-1):
+            raise ProtocolError(ErrorCode.MALFORMED, "the sentinel's voucher does not hold")
 
     def _refresh_s(self, reserved: Reserved) -> float:
         """A third of what we asked for, or of what we were given if that is less."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from routing.blame import Trouble
+from routing.endpoint import STALE_AFTER_S
 from routing.errors import ErrorCode, LinkError
 from routing.inquiry import FIRST_SLACK_S, SLACK_S, Behind, first_behind, is_stuck, patience_s
 from routing.link import Link
@@ -47,6 +48,7 @@ class RouteWatch:
         measured: Callable[[], Mapping[NodeId, Measured]],
         may_do_without: Callable[[NodeId], bool],
         note: Callable[[Trouble], None],
+        reach_again: Callable[[int], None],
     ) -> None:
         self._route = route
         self._keys = keys
@@ -54,6 +56,8 @@ class RouteWatch:
         self._measured = measured
         self._may_do_without = may_do_without
         self._note = note
+        self._reach_again = reach_again
+        self._gave_up: set[Link] = set()  # silent ones beside which another was looked for
         self._standings: dict[int, Standing] = {}
         self._asked: set[int] = set()  # hops that have not said yet how far they are
         self._asked_at: float | None = None  # because of an overdue step
@@ -102,7 +106,10 @@ class RouteWatch:
         return all(told.last_done >= number for told in self._standings.values())
 
     def _suspect_the_silent(self) -> None:
-        """Leave a silent node if another route exists; without one, wait for its link to be declared dead."""
+        """Leave a silent node if another route exists; without one, look for another way to it.
+
+        Its path may be what is silent: the sentinel in between, or a NAT box that forgot.
+        """
         for hop, link in enumerate(self._links):
             if link is None or link.is_closed or link.silent_for_s < SUSPECT_AFTER_S:
                 continue
@@ -110,6 +117,9 @@ class RouteWatch:
                 silent = LinkError(ErrorCode.TIMEOUT, "the node is silent", hop=hop)
                 self._note(Trouble(silent, is_seen=True, node_id=link.peer_id))
                 return
+            if link.silent_for_s >= STALE_AFTER_S and link not in self._gave_up:
+                self._gave_up.add(link)
+                self._reach_again(hop)
 
     def _is_overdue(self, due: Due, now: float) -> bool:
         slack_s = FIRST_SLACK_S if due.is_first else SLACK_S

@@ -20,7 +20,7 @@ from itertools import pairwise
 from routing.background import Background
 from routing.chain import Chain
 from routing.directory import Directory
-from routing.endpoint import Endpoint
+from routing.endpoint import STALE_AFTER_S, Endpoint
 from routing.errors import NoRouteError, RemoteError
 from routing.link import Link
 from routing.measurements import Measured, Measurements
@@ -48,6 +48,8 @@ MAX_OWED = 256
 # A node that failed one session is left out by the others for so long, where they can do without it. A directory
 # that found it gone does not offer it any longer anyway; this is for what only its work shows.
 DOUBT_S = 10.0
+# What was posted so shortly before its link was lost may be lost too: a silent link is given up after ten seconds.
+LOST_WITH_LINK_S = 15.0
 REACH_SOON_S = 10.0  # for a link that is a gain, not a need
 
 
@@ -63,13 +65,12 @@ class Switchboard:
     measurements: Measurements = field(default_factory=Measurements)
     _chains: dict[SessionId, Chain] = field(default_factory=dict)
     _owed: dict[NodeId, deque[Cancel]] = field(default_factory=dict)
+    _posted: dict[NodeId, deque[tuple[float, Cancel]]] = field(default_factory=dict)  # when, time.monotonic()
     _endpoint: Endpoint | None = None
     _directory: Directory | None = None
     _doubted_at: dict[NodeId, float] = field(default_factory=dict)  # time.monotonic()
     _background: Background = field(default_factory=Background)
-    last_loss_at: float = (
-        -math.inf
-    )  # when a node was found gone last, in time.monotonic(): it may be back soon
+    last_loss_at: float = -math.inf  # in time.monotonic(): who was found gone then may be back soon
 
     def connect(self, endpoint: Endpoint, directory: Directory) -> None:
         """Give the switchboard the links it dispatches for."""
@@ -166,13 +167,16 @@ class Switchboard:
         self._background.spawn(self.reach(hop, REACH_SOON_S), name)  # `on_link_up` tells the chains
 
     def live_link(self, node_id: NodeId) -> Link | None:
-        return next((link for link in self._live_endpoint.links_to(node_id) if not link.is_closed), None)
+        links = [link for link in self._live_endpoint.links_to(node_id) if not link.is_closed]
+        spoken = (link for link in links if link.silent_for_s < STALE_AFTER_S)
+        return next(spoken, links[0] if links else None)
 
     def deliver(self, node_id: NodeId, cancel: Cancel) -> None:
         link = self.live_link(node_id)
         if link is None:
             self._owed.setdefault(node_id, deque(maxlen=MAX_OWED)).append(cancel)
         else:
+            self._posted.setdefault(node_id, deque(maxlen=MAX_OWED)).append((time.monotonic(), cancel))
             with contextlib.suppress(RemoteError):
                 link.post(cancel)
 
@@ -226,14 +230,17 @@ class Switchboard:
         """Say what could not be said while the node was away; tell the chains that go through it."""
         self._doubted_at.pop(link.peer_id, None)
         for cancel in self._owed.pop(link.peer_id, ()):
-            with contextlib.suppress(RemoteError):
-                link.post(cancel)
+            self.deliver(link.peer_id, cancel)
         for chain in tuple(self._chains.values()):
             chain.take_link_up(link)
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
         if self.live_link(link.peer_id) is None:
             self.note_loss(link.peer_id)
+        since = time.monotonic() - LOST_WITH_LINK_S
+        for at, cancel in self._posted.pop(link.peer_id, ()):
+            if at > since:
+                self.deliver(link.peer_id, cancel)
         for chain in tuple(self._chains.values()):
             chain.take_link_loss(link, error)
 

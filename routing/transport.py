@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
@@ -32,7 +34,11 @@ CLOSE_TIMEOUT_S = 1.0  # a peer that does not answer a close is cut off after th
 # round trip beside 1 MiB of prefill takes 80 ms; 354 with 256 KiB here and the kernel's own limit. Bulk is no slower.
 WRITE_LIMIT = 32 << 10  # B waiting in user space before frames are held back; a full frame
 _UNSENT = 32 << 10  # B that the kernel may hold and has not sent yet
+_MAX_UNREAD = (
+    1 << 20
+)  # B: what we write stops at WRITE_LIMIT, but the library answers every PING of a websocket
 _BACKLOG = 128
+TURN_S = 0.002  # for what one connection brought, before others have a turn: a few large frames, or many small ones
 
 
 class FrameReceiver(Protocol):
@@ -86,8 +92,11 @@ class WebSocket(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._pieces: bytearray | None = None  # of a message that something on the way cut into fragments
         self._close_timer: asyncio.TimerHandle | None = None
+        self._backlog: deque[object] = deque()  # events that came and have not been taken
+        self._turn: asyncio.Handle | None = None  # to take more of them
         self._reason = "the connection was lost"
         self._is_paused = False
+        self._is_read_paused = False
         self._is_closing = False  # by us: nothing more is read
         self._is_over = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -150,13 +159,40 @@ class WebSocket(asyncio.Protocol):
 
     def data_received(self, chunk: bytes) -> None:
         self._protocol.receive_data(chunk)
-        events = self._protocol.events_received()
+        self._backlog += self._protocol.events_received()
         self._flush()
-        for event in events:
-            self._take(event)
+        if self._transport is not None and self._transport.get_write_buffer_size() > _MAX_UNREAD:
+            self.abort()
+        if self._turn is None:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Take what came, for as long as a turn is; read on when all is taken.
+
+        One read may bring thousands of small frames: without turns, a peer that floods would hold up all others.
+        """
+        self._turn = None
+        ends_at = time.perf_counter() + TURN_S
+        while self._backlog:
+            self._take(self._backlog.popleft())
+            if self._backlog and time.perf_counter() > ends_at:
+                self._turn = self._loop.call_soon(self._take_turn)
+                self._read(is_paused=True)
+                return
+        self._read(is_paused=False)
         if self._protocol.close_expected():
             self._report_violation()
             self._expect_close()
+
+    def _read(self, *, is_paused: bool) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing() or is_paused is self._is_read_paused:
+            return
+        self._is_read_paused = is_paused
+        if is_paused:
+            transport.pause_reading()
+        else:
+            transport.resume_reading()
 
     def eof_received(self) -> None:
         self._protocol.receive_eof()
@@ -171,6 +207,10 @@ class WebSocket(asyncio.Protocol):
             self.receiver.on_writable()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+        while self._backlog:  # it came before the end, and is one read at most
+            self._take(self._backlog.popleft())
         self._is_over = True
         self._protocol.receive_eof()
         if self._close_timer is not None:

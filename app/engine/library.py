@@ -21,7 +21,6 @@ from app.engine.model import EndsSettings, LookedUp, look_up
 from app.engine.network import JoinedNetwork
 from app.engine.openable import OpenableModel, compute_thread, reason_of
 from app.engine.request import KnownModel, ModelUnavailableError, TextEngine
-from routing.chain import RETURN_GRACE_S
 from routing.errors import SettingsError
 from routing.types import NodeId
 from slicing.errors import ModelError
@@ -125,9 +124,6 @@ class NetworkLibrary:
 
     def unserved(self) -> dict[str, str]:
         return {name: refusal.reason for name, refusal in self._refused.items()}
-
-    def grace_s(self) -> float:
-        return self._joined.switchboard.last_loss_at + RETURN_GRACE_S - time.monotonic()
 
     async def engine(self, name: str) -> TextEngine:
         model = self._models[name]

@@ -148,7 +148,7 @@ class ModelStatus:
     missing: tuple[tuple[int, int], ...] = ()
     missing_ends: tuple[str, ...] = ()  # thin mode: "opening", "closing"
     reason: str = ""  # what else there is to say of a model that cannot answer
-    may_return: bool = False  # "partial" since a moment ago: a node that only lost its link is back within seconds
+    may_return: bool = False  # "partial" since a moment ago: who only lost a link is back within seconds
 
     @property
     def is_ready(self) -> bool:
@@ -188,10 +188,6 @@ class Library(Protocol):
 
     def unserved(self) -> dict[str, str]:
         """Return names that nodes announce and that are not served here, each with the reason."""
-        ...
-
-    def grace_s(self) -> float:
-        """Return for how long nodes that were lost a moment ago may be waited for."""
         ...
 
     async def engine(self, name: str) -> TextEngine:

@@ -23,9 +23,6 @@ class Shelf:
     def unserved(self) -> dict[str, str]:
         return {}
 
-    def grace_s(self) -> float:
-        return 0.0
-
     async def engine(self, name: str) -> TextEngine:
         return self._engines[name]
 

@@ -32,21 +32,15 @@ class SlowLibrary:
     others: dict[str, str] = field(default_factory=dict)
     num_asked: int = 0
     num_waiting: int = 0
-    num_found: int = 0
-    grace: float = 0.0
 
     def models(self) -> tuple[KnownModel, ...]:
         return (KnownModel("scripted", self.status, 1_700_000_000, 256, self.is_listed),)
 
     def find(self, name: str) -> KnownModel | None:
-        self.num_found += 1
         return self.models()[0] if name == "scripted" else None
 
     def unserved(self) -> dict[str, str]:
         return self.others
-
-    def grace_s(self) -> float:
-        return self.grace
 
     async def engine(self, name: str) -> TextEngine:
         self.num_asked += 1
@@ -122,16 +116,6 @@ async def test_a_model_without_a_route_is_not_loaded(slow: SlowLibrary) -> None:
         assert message.endswith("nodes serve another model under this name (09090909)")
         assert response.headers["retry-after"] == "5"
         assert slow.num_asked == 0
-
-
-async def test_a_request_waits_for_nodes_that_were_lost_a_moment_ago(slow: SlowLibrary) -> None:
-    ready, slow.status, slow.grace = slow.status, GONE, 60.0
-    slow.opened.set()
-    async with served_by(slow) as served:
-        asking = asyncio.create_task(served.ask())
-        await settles(lambda: slow.num_found > 1)
-        slow.status = ready
-        assert (await asking).json()["choices"][0]["message"]["content"] == ANSWER
 
 
 async def test_a_route_lost_a_moment_ago_is_waited_for(slow: SlowLibrary) -> None:

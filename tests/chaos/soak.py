@@ -40,6 +40,7 @@ HANG_S = 60.0
 QUIET_S = 150.0  # an orphan is kept ten seconds, a silent session two minutes
 LEAVES = 0.1  # of the clients: they close the connection in the middle of the answer
 TOLD_EVERY_S = 10.0
+SLOW_S = 6.0  # an answer that takes longer than any fault lasts is worth a line in the log
 KV_BYTES = 64 << 20
 
 
@@ -201,7 +202,10 @@ class Soak:
             self._say(f"failed: {error}")
         else:
             tally.completed += 1
-            tally.longest_s = max(tally.longest_s, time.monotonic() - began)
+            took_s = time.monotonic() - began
+            tally.longest_s = max(tally.longest_s, took_s)
+            if took_s > SLOW_S:
+                self._note(f"slow: {took_s:.1f} s for {question.num_tokens} tokens")
             if text != question.expected:
                 tally.wrong += 1
                 self._say(f"wrong: {text!r} for {question}")

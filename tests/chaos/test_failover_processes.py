@@ -6,6 +6,7 @@ Not one request may fail, every text must be that of the uncut model. Prints how
 from __future__ import annotations
 
 import signal
+import statistics
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,30 +28,29 @@ NUM_TOKENS = 26
 TOKENS = range(1, 21)
 STAGES = ("1:3", "3:5", f"5:{NUM_LAYERS}")
 CAUSES = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
-# Median and longest, with what the replay and a busy machine of two cores take: a closed connection is seen at once,
-# a silent one within two seconds.
+# Median and longest of the small model, whose replay takes next to nothing; with what a busy machine of two cores adds.
+# A closed connection is seen at once, a silent one within two seconds.
 LIMITS_S = {"killed": (1.0, 2.0), "frozen": (2.25, 4.0)}
 
 
-def judge(cause: str, rounds: list[Round], took_s: float) -> None:
-    """Print the figures; nothing may have failed."""
+def judge(cause: str, rounds: list[Round], took_s: float) -> list[float]:
+    """Print the figures; nothing may have failed. Returns the pauses in seconds."""
     pauses_s = [pause for told in rounds for pause in told.pauses_s]
     print(f"\n{cause}: {len(rounds)} faults in {took_s:.0f} s, {spread(pauses_s)}")
     assert not [str(told) for told in rounds if told.failed or told.wrong]
-    assert sorted(pauses_s)[len(pauses_s) // 2] <= LIMITS_S[cause][0]
-    assert max(pauses_s) <= LIMITS_S[cause][1]
+    return pauses_s
 
 
 async def strike_all(
     swarm: StruckSwarm, cause: str, tokens: Iterable[int], num_stages: int, due: Mapping[str, str]
-) -> None:
+) -> list[float]:
     began = time.monotonic()
     rounds = [
         await swarm.round(stage, token, CAUSES[cause], due, NUM_TOKENS)
         for token in tokens
         for stage in range(num_stages)
     ]
-    judge(cause, rounds, time.monotonic() - began)
+    return judge(cause, rounds, time.monotonic() - began)
 
 
 @pytest.mark.timeout(1200)
@@ -60,7 +60,9 @@ async def test_a_node_lost_at_any_token_of_any_stage_fails_no_request(cause: str
     due = long_answers(WholeAnswers(model), STREAMS, NUM_TOKENS)
     with Nursery() as nursery, Processes(nursery) as processes:
         async with StruckSwarm(processes, str(model), STAGES).running() as swarm:
-            await strike_all(swarm, cause, TOKENS, len(STAGES), due)
+            pauses_s = await strike_all(swarm, cause, TOKENS, len(STAGES), due)
+    assert statistics.median(pauses_s) <= LIMITS_S[cause][0]
+    assert max(pauses_s) <= LIMITS_S[cause][1]
 
 
 @pytest.mark.real

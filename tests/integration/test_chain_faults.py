@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routing import blame, follower, live_route, route_watch
+from node import return_path
+from routing import blame, follower, live_route, route_watch, switchboard
 from routing import chain as chain_module
 from routing.errors import ErrorCode, NoRouteError, RemoteError, WorkError
 from routing.switchboard import Switchboard
@@ -19,6 +20,7 @@ from slicing.sampler import SamplingParams
 from tests.integration.home import Home, forget_sessions, home, loser, rows, run, unbroken
 from tests.node.fake_runner import HIDDEN_SIZE, NUM_LAYERS, FakeRunner
 from tests.node.rig import Node, fake_offer, rows_of, until
+from tests.support import fake_link
 from tests.support.fake_link import FakeLink
 
 
@@ -352,6 +354,42 @@ async def test_a_node_that_was_away_when_the_session_ended_is_told_when_it_is_ba
         await chain.close()
         assert node.stats.num_sessions == 1
         await all_is_freed(here)
+
+
+@pytest.mark.parametrize("place", ["gateway to first", "first to second", "gateway to second"])
+async def test_a_path_that_fell_silent_is_left_for_another_to_the_same_node(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route_watch, "SLACK_S", 0.3)
+    monkeypatch.setattr(route_watch, "SUSPECT_AFTER_S", 0.1)
+    for module in (fake_link, route_watch, live_route, switchboard, return_path):
+        monkeypatch.setattr(module, "STALE_AFTER_S", 0.2)
+    async with home() as here:
+        nodes = await here.rig.add_fake_node(0, 3), await here.rig.add_fake_node(3, NUM_LAYERS)
+        whole = await unbroken(here, *nodes)
+        chain = await here.open()
+        await run(chain, 0, rows(3))
+        ends = {"gateway": here.endpoint, "first": nodes[0], "second": nodes[1]}
+        one, other = (ends[name].node_id for name in place.split(" to "))
+        for link in here.rig.network.links_between(one, other):
+            link.stall()
+            link.other_side.stall()
+        async with asyncio.timeout(4):
+            np.testing.assert_array_equal(await run(chain, 3, rows(1, 1)), whole[1])
+        assert sum(node.stats.rows_run for node in nodes) == 2 * 5 + 2 * 4  # nothing was computed again
+        await chain.close()
+
+
+async def test_an_end_that_was_lost_with_its_link_is_told_again() -> None:
+    async with home() as here:
+        node = await here.rig.add_fake_node()
+        await here.know(node)
+        chain = await here.open()
+        await run(chain, 0, rows(3))
+        await chain.close()  # its cancel is on the wire
+        here.rig.network.cut(here.endpoint.node_id, node.node_id)
+        assert node.stats.num_sessions == 1
+        await until(lambda: node.stats.num_sessions == 0)
 
 
 async def test_a_caller_that_leaves_at_any_moment_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.lab.lab import Host, Lab
 
 pytestmark = pytest.mark.netns
+BUSY_MS = 90  # 50 and what a busy machine adds; a second crossing would be 100
 ECHO = (sys.executable, "-m", "tests.lab.echo")
 
 
@@ -27,8 +28,8 @@ def test_two_hosts_are_fifty_milliseconds_apart_through_nat_as_well(lab: Lab) ->
     server, client = lab.public_host("s", "5.1.0.10"), lab.public_host("c", "6.1.0.10")
     inside = lab.behind(lab.nat("n", "7.1.0.10"), "i", "192.168.1.10")
     echo_on(lab, server)
-    assert 50 <= rtt_ms(lab, client, server) < 60
-    assert 50 <= rtt_ms(lab, inside, server) < 60
+    assert 50 <= rtt_ms(lab, client, server) < BUSY_MS
+    assert 50 <= rtt_ms(lab, inside, server) < BUSY_MS
 
 
 def test_nothing_new_comes_in_through_nat_and_a_cut_is_silent(lab: Lab) -> None:
@@ -44,4 +45,4 @@ def test_nothing_new_comes_in_through_nat_and_a_cut_is_silent(lab: Lab) -> None:
         lab.run(inside, "timeout", "3", *ECHO, "ask", server.ip, "7000", "1")
     assert cut.value.returncode == 124, "it should hang, not be refused"
     lab.mend(box)
-    assert rtt_ms(lab, inside, server) < 60
+    assert rtt_ms(lab, inside, server) < BUSY_MS

@@ -342,11 +342,11 @@ def test_a_new_link_does_not_bring_a_new_burst() -> None:
 
 
 def test_forged_records_take_part_in_the_rate() -> None:
-    gossip = gossip_of(limits=GossipLimits(record_burst=5))
+    gossip = gossip_of(limits=GossipLimits(record_burst=3))
     good = record_of(OTHER)
     for byte in range(1, 20):
         gossip.receive(PEER, Records((good[:-1] + bytes([good[-1] ^ byte]),)))
-    assert gossip.faults == {Refusal.FORGED: 5, GossipFault.FLOOD: 14}
+    assert gossip.faults == {Refusal.FORGED: 3, GossipFault.FLOOD: 16}
 
 
 def test_an_author_that_signs_without_pause_is_slowed_down() -> None:

@@ -169,6 +169,10 @@ class FakeLink:
         self._in_flight.append((message, size, gone))
         self._later(self._deliver_one)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._in_flight)
+
     async def ping(self) -> float:
         if self.is_closed:
             raise LinkError(ErrorCode.LINK_LOST, "the link is closed")

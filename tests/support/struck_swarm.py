@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
-from openai import APIError, AsyncOpenAI
+from openai import APIError
 
+from tests.support.crowd import client_for, streamed
 from tests.support.processes import Process, Processes
 
 KNOWN_TIMEOUT_S = 30.0
@@ -101,9 +102,7 @@ class StruckSwarm:
         await asyncio.gather(*(asyncio.to_thread(replica.start) for replica in replicas))
         nodes = [replica.process for replica in replicas]
         self.gateway = await asyncio.to_thread(self._processes.serve, self._model, nodes)
-        self.client = AsyncOpenAI(
-            base_url=self.gateway.ready["url"], api_key="none", max_retries=0, timeout=60
-        )
+        self.client = client_for(self.gateway)
         self.name = (await self.client.models.list()).data[0].id
 
     @property
@@ -146,28 +145,22 @@ class StruckSwarm:
     async def _ask(
         self, prompt: str, due: str, num_tokens: int, told: Round, on_token: Callable[[int], None]
     ) -> None:
-        text, replays, gaps, last, count = "", 0, [], time.monotonic(), 0
+        text, num_replays, gaps, last, count = "", 0, [], time.monotonic(), 0
         try:
-            async for chunk in await self.client.chat.completions.create(
-                model=self.name,
-                messages=[{"role": "user", "content": prompt}],
-                temperature=0,
-                max_tokens=num_tokens,
-                stream=True,
-            ):
-                replays += int((chunk.model_extra or {}).get("replays") or 0)
-                if chunk.choices and chunk.choices[0].delta.content:
+            async for piece, replays in streamed(self.client, self.name, prompt, num_tokens):
+                num_replays += replays
+                if piece:
                     now = time.monotonic()
                     gaps.append(now - last)
-                    text, last, count = text + chunk.choices[0].delta.content, now, count + 1
+                    text, last, count = text + piece, now, count + 1
                     on_token(count)
         except APIError as error:
             told.failed.append(f"{getattr(error, 'code', None)}: {error}")
             return
         if text != due:
             told.wrong.append(text)
-        told.replays += replays
-        if replays:
+        told.replays += num_replays
+        if num_replays:
             told.pauses_s.append(max(gaps) - statistics.median(gaps))
 
     async def _all_there(self, stage: int) -> None:
