@@ -160,6 +160,11 @@ class Gossip:
         while len(self._strangers) > MAX_STRANGERS:
             self._strangers.popitem(last=False)
 
+    def is_asking(self, peer_id: NodeId) -> bool:
+        """Whether records that we asked a peer for are due."""
+        peer = self._peers.get(peer_id)
+        return peer is not None and peer.is_answering(self._now())
+
     def tick(self) -> list[Send]:
         """Do what is due: expire records, and compare tables with one random peer."""
         now = self._now()

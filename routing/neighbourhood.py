@@ -177,14 +177,22 @@ class Neighbourhood:
 
     def on_message(self, link: Link, message: Message) -> None:
         if isinstance(message, Digest | Pull | Records):
+            was_asked = self._gossip.is_asking(link.peer_id)
             answers = self._gossip.receive(link.peer_id, message)
             self.send(answers, via=link)
             if not self.heard.is_set():
                 self.look()  # somebody waits for a first word
             elif self._gossip.version != self._version:
                 self._woken.set()  # `_connect` looks: a look goes through all members, and messages come in floods
-            if isinstance(message, Records) or not any(isinstance(it, Pull) for _, it in answers):
+            if self._tells_all(message, was_asked) and not self._gossip.is_asking(link.peer_id):
                 self.heard.set()
+
+    @staticmethod
+    def _tells_all(message: Message, was_asked: bool) -> bool:
+        """Whether a peer speaks of all that it knows; what it pushes is only news, and a hint is only a doubt."""
+        if isinstance(message, Digest):
+            return bool(message.entries) or not message.is_reply
+        return isinstance(message, Records) and was_asked
 
     def on_link_up(self, link: Link) -> None:
         attempt = self._tries.setdefault(link.peer_id, _Try(0.0))
@@ -193,6 +201,8 @@ class Neighbourhood:
             self._try_everybody()
         if len(self._endpoint.links_to(link.peer_id)) == 1:
             self.send(self._gossip.peer_up(link.peer_id))
+        if direct := self._direct(link.peer_id):  # its record was here before its link
+            self._known.note(direct[0])
 
     def on_link_closed(self, link: Link, error: RemoteError | None) -> None:
         peer_id = link.peer_id

@@ -38,6 +38,7 @@ _MAX_UNREAD = (
     1 << 20
 )  # B: what we write stops at WRITE_LIMIT, but the library answers every PING of a websocket
 _BACKLOG = 128
+_PARSED_AT_ONCE = 16 << 10  # B: some hundred small frames at most
 TURN_S = 0.002  # for what one connection brought, before others have a turn: a few large frames, or many small ones
 
 
@@ -92,7 +93,8 @@ class WebSocket(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._pieces: bytearray | None = None  # of a message that something on the way cut into fragments
         self._close_timer: asyncio.TimerHandle | None = None
-        self._backlog: deque[object] = deque()  # events that came and have not been taken
+        self._unparsed: deque[bytes] = deque()  # bytes that came
+        self._backlog: deque[object] = deque()  # events that they held and nobody has taken yet
         self._turn: asyncio.Handle | None = None  # to take more of them
         self._reason = "the connection was lost"
         self._is_paused = False
@@ -158,13 +160,23 @@ class WebSocket(asyncio.Protocol):
                 raw.setsockopt(socket.IPPROTO_TCP, unsent, _UNSENT)
 
     def data_received(self, chunk: bytes) -> None:
-        self._protocol.receive_data(chunk)
-        self._backlog += self._protocol.events_received()
-        self._flush()
-        if self._transport is not None and self._transport.get_write_buffer_size() > _MAX_UNREAD:
-            self.abort()
+        step = _PARSED_AT_ONCE
+        self._unparsed.extend(chunk[at : at + step] for at in range(0, len(chunk), step))
         if self._turn is None:
             self._take_turn()
+
+    def _parse(self) -> None:
+        self._protocol.receive_data(self._unparsed.popleft())
+        self._backlog += self._protocol.events_received()
+        transport = self._transport
+        if self._flush() and transport is not None and transport.get_write_buffer_size() > _MAX_UNREAD:
+            self.abort()  # a flood of PINGs by one that does not read
+
+    def _take_next(self) -> None:
+        if self._backlog:
+            self._take(self._backlog.popleft())
+        else:
+            self._parse()
 
     def _take_turn(self) -> None:
         """Take what came, for as long as a turn is; read on when all is taken.
@@ -173,9 +185,9 @@ class WebSocket(asyncio.Protocol):
         """
         self._turn = None
         ends_at = time.perf_counter() + TURN_S
-        while self._backlog:
-            self._take(self._backlog.popleft())
-            if self._backlog and time.perf_counter() > ends_at:
+        while self._backlog or self._unparsed:
+            self._take_next()
+            if (self._backlog or self._unparsed) and time.perf_counter() > ends_at:
                 self._turn = self._loop.call_soon(self._take_turn)
                 self._read(is_paused=True)
                 return
@@ -209,8 +221,8 @@ class WebSocket(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._turn is not None:
             self._turn.cancel()
-        while self._backlog:  # it came before the end, and is one read at most
-            self._take(self._backlog.popleft())
+        while self._backlog or self._unparsed:  # it came before the end, and is one read at most
+            self._take_next()
         self._is_over = True
         self._protocol.receive_eof()
         if self._close_timer is not None:
@@ -263,17 +275,19 @@ class WebSocket(asyncio.Protocol):
         if self._close_timer is None and not self._is_over:
             self._close_timer = self._loop.call_later(CLOSE_TIMEOUT_S, self.abort)
 
-    def _flush(self) -> None:
+    def _flush(self) -> bool:
+        """Write what the library has to say; whether that was anything."""
         transport = self._transport
+        chunks = self._protocol.data_to_send()
         if transport is None or transport.is_closing():
-            self._protocol.data_to_send()
-            return
-        for chunk in self._protocol.data_to_send():
+            return False
+        for chunk in chunks:
             if chunk:
                 transport.write(chunk)
             else:
                 transport.close()  # what is buffered still leaves; both ends have said all they will
                 self._expect_close()
+        return bool(chunks)
 
 
 async def dial_websocket(host: str, port: int, timeout_s: float) -> WebSocket:

@@ -126,7 +126,9 @@ def test_what_runs_is_known_by_more_than_its_number(tmp_path: Path) -> None:
 
 def test_a_broken_run_file_is_swept_away(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    for number, content in enumerate(("", "[]", '{"pid": "x"}', "{}", '{"pid": 1}')):
+    told = '{"pid": %s, "started": 1.0, "role": "host"}'
+    odd = [told % pid for pid in ("-1", "0", "Infinity", "99999999999999999999", "1e999")]
+    for number, content in enumerate(("", "[]", '{"pid": "x"}', "{}", '{"pid": 1}', "[" * 100_000, *odd)):
         (tmp_path / "run" / f"{number}.json").write_text(content)
     assert running_services(tmp_path) == []
     assert not list((tmp_path / "run").iterdir())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,7 +91,7 @@ async def test_a_peer_that_asks_and_takes_no_answer_is_given_up(
     questions = asked()
     async with asyncio.timeout(60.0):
         while not theirs.is_closed:
-            for _ in range(200):
+            for _ in range(200 * (not link.is_closed)):
                 link.post(next(questions))
             most = max(most, theirs.num_waiting)
             await asyncio.sleep(0)
@@ -298,3 +300,40 @@ async def test_a_token_for_anybody_is_not_told_to_whoever_dials(rig: Rig, is_bou
     stranger = await rig.peer()
     link = await stranger.endpoint.dial(NodeAddress(guest.node_id, host, port))
     assert link.capabilities.token == (token if is_bound else b"")
+
+
+async def test_pings_of_the_websocket_from_one_that_does_not_read_do_not_fill_our_memory(rig: Rig) -> None:
+    _, acceptor, link = await rig.pair()
+    [theirs] = acceptor.endpoint.links
+    stop_reading(link)
+    theirs._carrier.websocket._transport.get_extra_info("socket").setsockopt(  # type: ignore[attr-defined]
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+    )
+    websocket: Any = link._carrier.websocket
+    async with asyncio.timeout(30.0):
+        while not theirs.is_closed:
+            if not websocket._is_over:
+                for _ in range(100):
+                    websocket._protocol.send_ping(b"p" * 125)
+                websocket._flush()
+            assert theirs._carrier.websocket._transport.get_write_buffer_size() < 2 << 20  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+
+
+async def test_a_flood_of_small_frames_leaves_others_their_turn(rig: Rig) -> None:
+    _, acceptor, link = await rig.pair()
+    took: list[float] = []
+    inbox_take = acceptor.inbox.on_message
+
+    def on_message(link: Link, message: Message) -> None:
+        inbox_take(link, message)
+        time.sleep(0.0005)
+
+    acceptor.inbox.on_message = on_message  # type: ignore[method-assign]
+    for _ in range(2000):
+        link.post(Probe(b"n" * 16, 0))
+    while len(acceptor.inbox.messages) < 2000:
+        began = time.thread_time()
+        await asyncio.sleep(0)
+        took.append(time.thread_time() - began)
+    assert len(took) > 100  # a turn is four of them, however many one read brought

@@ -39,7 +39,17 @@ def test_two_identities_in_one_folder_do_not_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"sequence": "x", "peers": []}', '{"sequence": 1, "peers": ["nobody"]}', "\x00"],
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"sequence": "x", "peers": []}',
+        '{"sequence": true, "peers": []}',
+        '{"sequence": 9223372036854775806, "peers": []}',  # it would leave none to sign with
+        '{"sequence": 1, "peers": ["nobody"]}',
+        "\x00",
+    ],
 )
 def test_a_broken_file_is_started_anew_with_a_word(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

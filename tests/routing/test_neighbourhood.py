@@ -50,6 +50,10 @@ class StubGossip:
     downs: list[NodeId] = field(default_factory=list)
     received: list[Message] = field(default_factory=list)
     suspicion: Suspicion | None = None
+    asked: set[NodeId] = field(default_factory=set)
+
+    def is_asking(self, peer_id: NodeId) -> bool:
+        return peer_id in self.asked
 
     def tick(self) -> list[Any]:
         return []
@@ -256,6 +260,21 @@ async def test_bootstraps_are_tried_again_and_again(monkeypatch: pytest.MonkeyPa
     await until(lambda: town.linked == {dead.node_id})
     assert not town.neighbourhood.bootstrap_errors
     await town.close()
+
+
+async def test_a_first_word_is_all_that_a_peer_knows_and_not_what_it_pushes(town: Town) -> None:
+    address, _ = await town.peer()
+    link: Any = await town.endpoint._dial_new(address)
+    town.dispatcher.on_message(link, Records(()))  # its own record, as it links to us
+    assert not town.neighbourhood.heard.is_set()
+    town.gossip.asked.add(address.node_id)
+    town.dispatcher.on_message(
+        link, Digest(((bytes(8), 1),), is_reply=True)
+    )  # we lack what it knows, and ask for it
+    assert not town.neighbourhood.heard.is_set()
+    town.gossip.receive = lambda peer_id, message: town.gossip.asked.clear() or []  # type: ignore[method-assign,func-returns-value]
+    town.dispatcher.on_message(link, Records(()))
+    assert town.neighbourhood.heard.is_set()
 
 
 async def test_after_an_outage_of_our_own_everybody_is_tried_at_once(town: Town) -> None:
