@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _CODE = struct.Struct(">H")
 _CONTROL_LANE = b"\0link"
+OVERRUN_S = 1.0  # how long too many messages may wait: more than a loop's turn, less than memory for a flood
 
 
 class LinkReceiver(Protocol):
@@ -105,6 +106,7 @@ class Link:
         self._heartbeat = Heartbeat(time.monotonic(), terms.timing)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
+        self._overrun_timer: asyncio.TimerHandle | None = None
         self._set_timer(self._heartbeat.next_check)
         self._pump_handle: asyncio.Handle | None = None
         self._pongs: dict[bytes, asyncio.Future[float]] = {}
@@ -270,10 +272,14 @@ class Link:
         return outgoing
 
     def _check_overrun(self) -> None:
-        """Give up a peer that makes us answer and takes no answer; soon, for a caller goes on with the link now."""
-        if self._outbox.is_overrun and not self.is_closed:
-            flow = ProtocolError(ErrorCode.FLOW, "the peer takes nothing of what it makes us send")
-            self._loop.call_soon(self._fail, flow)
+        """Give up a peer that makes us answer and takes no answer; a burst of our own has time to leave."""
+        if self._overrun_timer is None and self._outbox.is_overrun:
+            self._overrun_timer = self._loop.call_later(OVERRUN_S, self._end_overrun)
+
+    def _end_overrun(self) -> None:
+        self._overrun_timer = None
+        if self._outbox.is_overrun:
+            self._fail(ProtocolError(ErrorCode.FLOW, "the peer takes nothing of what it makes us send"))
 
     async def _wait_gone(self, outgoing: Outgoing) -> None:
         gone = asyncio.Event()
@@ -420,6 +426,8 @@ class Link:
         self._over.set_result(error)
         if self._timer is not None:
             self._timer.cancel()
+        if self._overrun_timer is not None:
+            self._overrun_timer.cancel()
         if self._pump_handle is not None:
             self._pump_handle.cancel()
         self._outbox.clear()

@@ -119,7 +119,7 @@ class Outbox:
         self._open_bytes = 0
         self.waiting_bytes = 0
         self.num_waiting = 0  # messages
-        self.is_overrun = False  # more messages wait in one lane than any peer that reads lets wait
+        self._may_be_overrun = False
 
     def push(
         self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], object] | None = None
@@ -143,9 +143,15 @@ class Outbox:
         queue.append(outgoing)
         self.waiting_bytes += outgoing.size
         self.num_waiting += 1
-        is_of_session = len(lane) == _SESSION_LANE
-        self.is_overrun |= len(queue) > (MAX_QUEUED_OF_SESSION if is_of_session else MAX_QUEUED)
+        self._may_be_overrun |= _is_too_long(lane, queue)
         return outgoing
+
+    @property
+    def is_overrun(self) -> bool:
+        """Whether more messages wait in one lane than any peer that reads lets wait for long."""
+        if self._may_be_overrun:
+            self._may_be_overrun = any(_is_too_long(lane, queue) for lane, queue in self._lanes.items())
+        return self._may_be_overrun
 
     def cancel(self, outgoing: Outgoing) -> None:
         """Give a message up: forget it, or tell the peer when part of it has left."""
@@ -247,3 +253,7 @@ class Outbox:
         if not queue:
             del self._lanes[outgoing.lane]
             self._turns.remove(outgoing.lane)
+
+
+def _is_too_long(lane: bytes, queue: deque[Outgoing]) -> bool:
+    return len(queue) > (MAX_QUEUED_OF_SESSION if len(lane) == _SESSION_LANE else MAX_QUEUED)
