@@ -105,7 +105,24 @@ def block_kinds(stack: BlockStack) -> list[tuple[object, ...]]:
     A kind is the classes and parameter names in a block plus its switches (attention type, whether it has a window);
     widths do not count, so that a miniature's kinds can be compared with the real model's.
     """
-    return [tuple(_switches(block)) for block in stack.blocks]
+    numbers = [dict(block_numbers(block)) for block in stack.blocks]
+    flags = {
+        name
+        for name in numbers[0]
+        if {numbers_of.get(name) for numbers_of in numbers} == {0, 1} and len(stack) > len({0, 1})
+    }
+    return [
+        (*_switches(block), *((name, own[name]) for name in sorted(flags)))
+        for block, own in zip(stack.blocks, numbers, strict=True)
+    ]
+
+
+def block_numbers(block: nn.Module) -> Iterable[tuple[str, float]]:
+    """Yield the numbers that a block's modules hold as attributes, by path and name."""
+    for path, module in block.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield f"{path}.{key}", value
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
