@@ -10,18 +10,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from slicing.call_plan import BlockForm
-from slicing.kv_cache import KVCache
 from slicing.stacks import BlockStack, CannotCut, embedding_weight
 
 IsCancelled = Callable[[], bool]
+
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers 5.24 and later, and before
+
+
+class StepCache(Protocol):
+    """What stands in for transformers' cache, told where a call begins and what became of it."""
+
+    def begin(self, position: int, start: int, end: int) -> None:
+        """Get layers [start, end) ready for a step at `position`."""
+
+    def finish(self, length: int, start: int, end: int) -> None:
+        """Note that layers [start, end) hold `length` positions now."""
+
+    def position_ids(self, position: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of the rows [1, rows]."""
 
 
 class Cancelled(Exception):
@@ -61,7 +74,7 @@ class BlockSlice:
         self._call = _Call(0, 0, True, None, None)
         accepted = inspect.signature(type(model).forward).parameters
         self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
-        self._takes_positions = "position_ids" in accepted
+        self.takes_positions = "position_ids" in accepted
         if self._cache_argument is None:
             raise CannotCut(f"the forward of {type(model).__name__} takes no key/value cache")
         embedding = embedding_weight(model)
@@ -75,7 +88,7 @@ class BlockSlice:
 
     def embed_and_run(
         self,
-        cache: KVCache,
+        cache: StepCache,
         token_ids: torch.Tensor,
         position: int,
         end: int,
@@ -91,7 +104,11 @@ class BlockSlice:
         return call.result
 
     def run_whole(
-        self, cache: KVCache, token_ids: torch.Tensor, position: int, is_cancelled: IsCancelled | None = None
+        self,
+        cache: StepCache,
+        token_ids: torch.Tensor,
+        position: int,
+        is_cancelled: IsCancelled | None = None,
     ) -> torch.Tensor:
         """Run everything in one forward: token ids [1, rows] to logits [1, rows, vocab]."""
         call = _Call(0, len(self.stack), False, None, is_cancelled)
@@ -99,7 +116,7 @@ class BlockSlice:
 
     def run_blocks(
         self,
-        cache: KVCache,
+        cache: StepCache,
         hidden_states: torch.Tensor,
         position: int,
         start: int,
@@ -115,7 +132,7 @@ class BlockSlice:
 
     def run_to_logits(
         self,
-        cache: KVCache,
+        cache: StepCache,
         hidden_states: torch.Tensor,
         position: int,
         start: int,
@@ -129,11 +146,13 @@ class BlockSlice:
         call = _Call(start, len(self.stack), False, hidden_states, is_cancelled)
         return _logits(self._forward(call, cache, position, rows, **self._dummy(rows)))
 
-    def _forward(self, call: _Call, cache: KVCache, position: int, rows: int, **inputs: torch.Tensor) -> Any:
+    def _forward(
+        self, call: _Call, cache: StepCache, position: int, rows: int, **inputs: torch.Tensor
+    ) -> Any:
         assert self._cache_argument is not None
         inputs[self._cache_argument] = cache  # type: ignore[assignment]
-        if self._takes_positions:
-            inputs["position_ids"] = torch.arange(position, position + rows, device=self._device).unsqueeze(0)
+        if self.takes_positions:
+            inputs["position_ids"] = cache.position_ids(position, rows, self._device)
         self._call = call
         cache.begin(position, call.start, call.end)
         try:

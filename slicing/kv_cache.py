@@ -6,6 +6,7 @@ nothing is read back from a layer, since a slice's first layers may stay empty f
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ MIN_CAPACITY = 64  # positions; below this a doubling saves no memory worth a co
 
 
 class CannotRollBack(Exception):
-    """This session holds a running state (a recurrent or convolution layer), which cannot be taken back."""
+    """What is held does not reach back so far: a running state (a recurrent or convolution layer), a window."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class SlabLayer(CacheLayerMixin):
         self.window = window
         self.is_sliding = window is not None
         self.length = 0
+        self.written = 0  # positions that are not blank, forgotten ones included
         self.capacity = 0
         self.size_bytes = 0
 
@@ -72,7 +74,15 @@ class SlabLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [1, heads, rows, dim] at the cursor; return what attention may look at, as views."""
-        begin = self.cursor.position
+        begin, rows = self.cursor.position, key_states.shape[-2]
+        self.write(key_states, value_states, begin)
+        assert self.keys is not None
+        assert self.values is not None
+        visible, first = _visible(begin, rows, self.window)
+        return self.keys.narrow(2, first, visible), self.values.narrow(2, first, visible)
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, begin: int) -> None:
+        """Store [1, heads, rows, dim] at position `begin`; what followed is forgotten."""
         rows = key_states.shape[-2]
         end = begin + rows
         if begin > self.length:
@@ -86,8 +96,14 @@ class SlabLayer(CacheLayerMixin):
         self.keys.narrow(2, begin, rows).copy_(key_states)
         self.values.narrow(2, begin, rows).copy_(value_states)
         self.length = end
-        visible, first = _visible(begin, rows, self.window)
-        return self.keys.narrow(2, first, visible), self.values.narrow(2, first, visible)
+        self.written = max(self.written, end)
+
+    def blank(self, end: int) -> None:
+        """Fill what was written once and is forgotten with zeros, up to position `end`."""
+        rows = min(self.written, end) - self.length
+        if rows > 0 and self.keys is not None and self.values is not None:
+            self.keys.narrow(2, self.length, rows).zero_()
+            self.values.narrow(2, self.length, rows).zero_()
 
     def get_seq_length(self) -> int:
         """Return the positions before the running step."""
@@ -109,13 +125,23 @@ class SlabLayer(CacheLayerMixin):
         """Forget the last positions (transformers counts them as a negative number)."""
         self.length -= abs(tokens_to_remove)
 
+    def copy_from(self, other: SlabLayer, length: int) -> None:
+        """Take over a copy of the first `length` positions of another session's layer, or what it has of them."""
+        length = min(length, other.length)
+        if length and other.keys is not None and other.values is not None:
+            self._grow(other.keys, other.values, length)
+            assert self.keys is not None
+            assert self.values is not None
+            self.keys.narrow(2, 0, length).copy_(other.keys.narrow(2, 0, length))
+            self.values.narrow(2, 0, length).copy_(other.values.narrow(2, 0, length))
+            self.length = self.written = length
+
     def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, needed: int) -> None:
-        capacity = max(self.capacity, MIN_CAPACITY)
-        while capacity < needed:
-            capacity *= 2
+        capacity = max(self.capacity, capacity_for(needed))
         self.keys = _enlarged(self.keys, key_states, self.length, capacity)
         self.values = _enlarged(self.values, value_states, self.length, capacity)
         self.capacity = capacity
+        self.written = self.length
         self.size_bytes = self.keys.nbytes + self.values.nbytes
         self.is_initialized = True
 
@@ -163,6 +189,35 @@ class KVCache(Cache):
                 layer.length = min(layer.length, position)
         self.length = position
 
+    def can_fork(self, length: int) -> bool:
+        """Tell whether `fork(length)` would succeed."""
+        return 0 <= length <= self.length and self._stuck_at(length) is None
+
+    def fork(self, length: int) -> KVCache:
+        """Return another session's cache with a copy of the first `length` positions; this one is not changed.
+
+        Raises ValueError for more than is held, `CannotRollBack` where a running state stands elsewhere.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot fork at position {length}: the session holds {self.length}")
+        stuck = self._stuck_at(length)
+        if stuck is not None:
+            raise CannotRollBack(f"layer {stuck} keeps a running state: it cannot be forked at {length}")
+        other = KVCache(self.layout)
+        if length == 0:
+            return other
+        other.length = length
+        with torch.no_grad():
+            for number, layer in enumerate(self.layers):
+                mirror = other.layers[number]
+                if isinstance(layer, SlabLayer) and isinstance(mirror, SlabLayer):
+                    mirror.copy_from(layer, length)
+                elif number in self._states and _size_bytes(layer):
+                    other.layers[number] = copy.deepcopy(layer)
+                    other._states[number] = self._states[number]
+                    other._set_back(number, length)
+        return other
+
     def close(self) -> None:
         """Free the storage; the cache is empty afterwards."""
         self._clear()
@@ -177,6 +232,11 @@ class KVCache(Cache):
         """What one more position takes in the layers used so far, in the long run."""
         slabs = [layer for layer in self.layers if isinstance(layer, SlabLayer) and layer.capacity]
         return sum(layer.size_bytes // layer.capacity for layer in slabs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the layers that keep something else than positions that double."""
+        return sum(_size_bytes(layer) for layer in self.layers if not isinstance(layer, SlabLayer))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -194,6 +254,10 @@ class KVCache(Cache):
         layer = self.layers[layer_idx]
         window = layer.window if isinstance(layer, SlabLayer) else getattr(layer, "sliding_window", None)
         return _visible(self._cursor.position, query_length, window)
+
+    def position_ids(self, position: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of a step's rows [1, rows]."""
+        return torch.arange(position, position + rows, device=device).unsqueeze(0)
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -226,6 +290,19 @@ class KVCache(Cache):
         self._linear = super().is_linear
         self._dummy = super().is_dummy
 
+    def _stuck_at(self, length: int) -> int | None:
+        """Return the first layer whose running state cannot be had at `length`."""
+        for number, held in self._states.items():
+            layer = self.layers[number]
+            is_fine = (
+                length in (0, held)
+                or (held == 0 and not _size_bytes(layer))  # a layer that never ran
+                or (isinstance(layer, DynamicIndexedLayer) and held > length)
+            )
+            if not is_fine:
+                return number
+        return None
+
     def _set_back(self, number: int, position: int) -> None:
         held = self._states[number]
         layer = self.layers[number]
@@ -240,6 +317,11 @@ class KVCache(Cache):
                 f"layer {number} keeps a running state: it can only go on, or start again at 0"
             )
         self._states[number] = position
+
+
+def capacity_for(num_positions: int) -> int:
+    """Return how many positions the storage of so many has room for: it doubles."""
+    return max(MIN_CAPACITY, 1 << (num_positions - 1).bit_length())
 
 
 def _visible(position: int, rows: int, window: int | None) -> tuple[int, int]:
@@ -259,7 +341,7 @@ def _new_layer(layer_type: str, settings: Mapping[str, Any], cursor: Cursor) -> 
 
 def _enlarged(old: torch.Tensor | None, like: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
     heads, dim = like.shape[1], like.shape[3]
-    new = torch.empty((1, heads, capacity, dim), dtype=like.dtype, device=like.device)
+    new = torch.zeros((1, heads, capacity, dim), dtype=like.dtype, device=like.device)
     if old is not None:
         new.narrow(2, 0, length).copy_(old.narrow(2, 0, length))
     return new

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import Lock
@@ -45,7 +46,7 @@ from slicing.stacks import (
     share_tensors,
 )
 
-__all__ = ["CannotCut", "CutReport", "check_cut"]
+__all__ = ["CannotCut", "CutReport", "build_miniature", "check_cut", "config_digest"]
 
 MAX_PARAMETERS = 30_000_000  # above this the check would take seconds and hundreds of megabytes
 NOISE = 0.1  # added to every weight, so that norms, gates and biases that start at 0 or 1 count
@@ -75,7 +76,7 @@ def check_cut(config: PretrainedConfig) -> CutReport:
 
     Raises `CannotCut`, which names the stack, block and argument where it knows them.
     """
-    key = _digest(config)
+    key = config_digest(config)
     with _LOCK:
         found = _FOUND.get(key)
         if found is None:
@@ -85,17 +86,37 @@ def check_cut(config: PretrainedConfig) -> CutReport:
     return found
 
 
+def build_miniature(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the miniature that `check_cut` tries, with random weights (float32). Raises `CannotCut`."""
+    with _quiet():
+        return _build_miniature(config, block_kinds(find_stack(build_weightless(config, torch.float32))))
+
+
+def config_digest(config: PretrainedConfig) -> bytes:
+    """Return what tells configurations apart: equal for equal settings of one class."""
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(f"{type(config).__qualname__} {text}".encode()).digest()
+
+
 def _check(config: PretrainedConfig) -> CutReport | CannotCut:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what transformers says about the miniature's odd sizes concerns nobody
     try:
-        return _check_whole_against_cut(config)
+        with _quiet():
+            return _check_whole_against_cut(config)
     except CannotCut as error:
         return error
     except Exception as error:
         return CannotCut(
             f"its forward fails when it is run whole and cut: {type(error).__name__}: {first_line(error)}"
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what transformers says about the miniature's odd sizes, which concerns nobody."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
 
@@ -274,11 +295,6 @@ def _is_note(block: nn.Module, call: BlockCall, name: str) -> bool:
 
 def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((ours - theirs).abs().max() <= CHUNK_TOLERANCE * theirs.abs().max())
-
-
-def _digest(config: PretrainedConfig) -> bytes:
-    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return hashlib.sha256(f"{type(config).__qualname__} {text}".encode()).digest()
 
 
 _LOCK = Lock()

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slicing.block_slice import BlockSlice, Cancelled, IsCancelled
+from slicing.batch import IsCancelled, SingleCalls, Work
+from slicing.block_slice import BlockSlice, Cancelled
 from slicing.ends import Parts, needed_parameters
-from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache
+from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache, capacity_for
 from slicing.miniature import CutReport, check_cut
 from slicing.progress import Progress, no_progress
 from slicing.stacks import (
@@ -42,8 +43,11 @@ MEASURED_STEPS = 9  # a median of fewer moves by more than a tenth on a busy mac
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class PlainRunner:
-    """Some parts of one model, ready to run steps of sessions."""
+class PlainRunner(SingleCalls):
+    """Some parts of one model, ready to run steps of sessions: one session a call, bit-equal to transformers."""
+
+    max_works = 1
+    is_invariant = False
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class PlainRunner:
         """Take over a model from `build_weightless` that has been given the tensors of `parts`."""
         config = model.config.get_text_config(decoder=True)
         self.parts = parts
-        self.layer_hashes = dict(layer_hashes or {})
+        self.layer_hashes: Mapping[int, bytes] = dict(layer_hashes or {})
         self.size_bytes, self.device = _held(model)
         self.dtype = model.dtype
         self.form = f"plain/{DTYPE_NAMES.get(self.dtype, str(self.dtype))}/{kernel_class(self.device)}"
@@ -120,68 +124,67 @@ class PlainRunner:
         """Return the empty storage of a new session."""
         return KVCache(self._layout)
 
-    def run_opening(
-        self,
-        cache: KVCache,
-        token_ids: torch.Tensor,
-        position: int,
-        *,
-        end: int,
-        is_cancelled: IsCancelled | None = None,
-    ) -> torch.Tensor:
-        """Embed token ids [rows] (int64) and run layers [0, end): hidden states [rows, hidden]."""
-        assert self.parts.opening, "this runner does not hold the opening end"
-        self._check_step(cache, position, 0, end)
-        rows = token_ids.to(self.device).unsqueeze(0)
-        return self._slice.embed_and_run(cache, rows, position, end, is_cancelled)[0]
+    def cache_bytes(self, num_positions: int) -> int:
+        """Return what a session of so many positions takes in the held layers, the room to grow included."""
+        per_position, fixed, growing = self._session_sizes
+        return per_position * capacity_for(num_positions) + fixed + growing * num_positions
 
-    def run_layers(
-        self,
-        cache: KVCache,
-        hidden_states: torch.Tensor,
-        position: int,
-        *,
-        start: int,
-        end: int,
-        is_cancelled: IsCancelled | None = None,
-    ) -> torch.Tensor:
-        """Run layers [start, end) on hidden states [rows, hidden] that stand at `position` onwards.
+    def run_opening_batch(
+        self, works: Sequence[Work], *, end: int, is_cancelled: IsCancelled | None = None
+    ) -> list[torch.Tensor]:
+        """Embed token ids [rows] (int64) and run layers [0, end), one session after the other.
 
-        Raises `Cancelled` between two layers once `is_cancelled` turns true; the session can then be taken up again
-        at the same position. A position below the session's length overwrites what follows it; one above it raises
-        ValueError.
+        Hidden states [rows, hidden] of each work.
         """
-        self._check_step(cache, position, start, end)
-        batch = self._batch(hidden_states)
-        if start == end:
-            return batch[0]
-        return self._slice.run_blocks(cache, batch, position, start, end, is_cancelled)[0]
+        assert self.parts.opening, "this runner does not hold the opening end"
+        self._check_works(works, 0, end)
+        return [
+            self._slice.embed_and_run(
+                work.cache, work.inputs.to(self.device).unsqueeze(0), work.position, end, is_cancelled
+            )[0]
+            for work in works
+        ]
 
-    def run_closing(
-        self,
-        cache: KVCache,
-        hidden_states: torch.Tensor,
-        position: int,
-        *,
-        start: int,
-        keep: int | Sequence[int] | None = None,
-        is_cancelled: IsCancelled | None = None,
-    ) -> torch.Tensor:
-        """Run layers [start, N), norm and head on hidden states [rows, hidden]: logits [n, vocab] (float32).
+    def run_layers_batch(
+        self, works: Sequence[Work], *, start: int, end: int, is_cancelled: IsCancelled | None = None
+    ) -> list[torch.Tensor]:
+        """Run layers [start, end) on hidden states [rows, hidden], one session after the other.
 
-        `keep` names the rows that are wanted (one number or several, default the last). With no layers to run
-        (start == N) the session is neither read nor changed.
+        Raises `Cancelled` between two layers once `is_cancelled` turns true; a session can then be taken up again
+        at the same position. A position below a session's length overwrites what follows it; one above it raises
+        ValueError before anything is computed.
+        """
+        self._check_works(works, start, end)
+        batches = ((work, self._batch(work.inputs)) for work in works)
+        return [
+            batch[0]
+            if start == end
+            else self._slice.run_blocks(work.cache, batch, work.position, start, end, is_cancelled)[0]
+            for work, batch in batches
+        ]
+
+    def run_closing_batch(
+        self, works: Sequence[Work], *, start: int, is_cancelled: IsCancelled | None = None
+    ) -> list[torch.Tensor]:
+        """Run layers [start, N), norm and head on hidden states [rows, hidden], one session after the other.
+
+        Logits [len(keep), vocab] (float32) of each work. With no layers to run (start == N) a session is neither
+        read nor changed.
         """
         assert self.parts.closing, "this runner does not hold the closing end"
-        self._check_step(cache, position, start, self.num_layers)
-        batch = self._batch(hidden_states)
-        rows = batch.shape[1]
-        kept = _rows(rows, keep)
-        if kept != list(range(rows)):
+        self._check_works(works, start, self.num_layers)
+        return [self._close(work, start, is_cancelled) for work in works]
+
+    def _close(self, work: Work, start: int, is_cancelled: IsCancelled | None) -> torch.Tensor:
+        batch, cache = self._batch(work.inputs), work.cache
+        kept = kept_rows(work.rows, work.keep)
+        if kept != list(range(work.rows)):
             if start < self.num_layers:
-                batch = self._slice.run_blocks(cache, batch, position, start, self.num_layers, is_cancelled)
+                batch = self._slice.run_blocks(
+                    cache, batch, work.position, start, self.num_layers, is_cancelled
+                )
             start, batch = self.num_layers, batch[:, kept]
-        return self._slice.run_to_logits(cache, batch, position, start, is_cancelled)[0].float()
+        return self._slice.run_to_logits(cache, batch, work.position, start, is_cancelled)[0].float()
 
     def run_whole(
         self,
@@ -198,8 +201,8 @@ class PlainRunner:
         give other bits.
         """
         assert self.parts == Parts.whole(self.num_layers), "this runner holds a part of the model only"
-        self._check_step(cache, position, 0, self.num_layers)
-        kept = _rows(len(token_ids), keep)
+        self._check_works([Work(cache, token_ids, position)], 0, self.num_layers)
+        kept = kept_rows(len(token_ids), keep)
         if kept != list(range(len(token_ids))):
             states = self.run_opening(
                 cache, token_ids, position, end=self.num_layers, is_cancelled=is_cancelled
@@ -222,20 +225,35 @@ class PlainRunner:
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:]) * 1000 / (end - start)
 
-    @cached_property
+    @property
     def cache_bytes_per_position(self) -> int:
-        """What one position of one session takes in the held layers, found by running one."""
+        """What one position of one session takes in the held layers, in the long run."""
+        per_position, _, growing = self._session_sizes
+        return per_position + growing
+
+    @cached_property
+    def _session_sizes(self) -> tuple[int, int, int]:
+        """Bytes per position of storage that doubles, of running states, and per position of what grows by the row.
+
+        Found by running two rows.
+        """
         cache = self.new_cache()
         row = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
-        for start, end in self.parts.layers:
-            cache.truncate(0)
-            self.run_layers(cache, row, 0, start=start, end=end)
-        return cache.bytes_per_position
+        others = []
+        for position in (0, 1):
+            for start, end in self.parts.layers:
+                self.run_layers(cache, row, position, start=start, end=end)
+            others.append(cache.state_bytes)
+        growing = others[1] - others[0]
+        return cache.bytes_per_position, others[0] - growing, growing
 
-    def _check_step(self, cache: KVCache, position: int, start: int, end: int) -> None:
+    def _check_works(self, works: Sequence[Work], start: int, end: int) -> None:
         assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
-        if start < end and position > cache.length:
-            raise ValueError(f"a step at position {position} leaves a gap: the session holds {cache.length}")
+        for work in works:
+            if start < end and work.position > work.cache.length:
+                raise ValueError(
+                    f"a step at position {work.position} leaves a gap: the session holds {work.cache.length}"
+                )
 
     def _batch(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return [1, rows, hidden] as the whole model would have it: this dtype, dense, aligned."""
@@ -275,6 +293,7 @@ def _on_device(model: PreTrainedModel, device: torch.device | str) -> PreTrained
     return model
 
 
-def _rows(rows: int, keep: int | Sequence[int] | None) -> list[int]:
+def kept_rows(rows: int, keep: int | Sequence[int] | None) -> list[int]:
+    """Return the numbers of the rows that are wanted: the last where nothing is said."""
     numbers = [-1] if keep is None else [keep] if isinstance(keep, int) else list(keep)
     return [range(rows)[number] for number in numbers]

@@ -77,8 +77,8 @@ class SamplingParams:
             _check_number("logit_bias", bias, -math.inf, math.inf)
 
     def to_map(self) -> dict[str, Any]:
-        """Return plain numbers, lists and strings, ready for msgpack."""
-        return asdict(self) | {"logit_bias": [list(pair) for pair in self.logit_bias]}
+        """Return plain numbers, strings and one flat list, ready for msgpack: what travels is not nested deeply."""
+        return asdict(self) | {"logit_bias": [number for pair in self.logit_bias for number in pair]}
 
     @classmethod
     def from_map(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -86,12 +86,10 @@ class SamplingParams:
         known = {item.name for item in fields(cls)}
         if unknown := sorted(str(name) for name in values if name not in known):
             raise ValueError(f"{unknown[0]} is not a sampling parameter")
-        pairs = values.get("logit_bias", ())
-        if not isinstance(pairs, list | tuple) or not all(
-            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
-        ):
-            raise ValueError("logit_bias is not a list of pairs")
-        params = cls(**dict(values) | {"logit_bias": tuple((pair[0], pair[1]) for pair in pairs)})
+        flat = values.get("logit_bias", ())
+        if not isinstance(flat, list | tuple) or len(flat) % 2:
+            raise ValueError("logit_bias is not a list of token ids and what is added")
+        params = cls(**dict(values) | {"logit_bias": tuple(zip(flat[::2], flat[1::2], strict=True))})
         params.validate()
         return params
 

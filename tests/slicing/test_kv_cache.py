@@ -75,6 +75,56 @@ def test_a_truncated_session_goes_on_as_if_the_rest_had_never_been(family: str) 
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_fork_goes_on_as_the_session_would_and_leaves_it_alone(family: str) -> None:
+    cache, fresh = new_cache(family), new_cache(family)
+    write(fresh, 0, 0, rows_of(30))
+    write(cache, 0, 0, rows_of(30))
+    write(cache, 0, 30, rows_of(50, seed=1))
+    other = cache.fork(30)
+    seen = write(other, 0, 30, rows_of(2, seed=2))
+    for mine, theirs in zip(seen, write(fresh, 0, 30, rows_of(2, seed=2)), strict=True):
+        assert torch.equal(mine, theirs)
+    assert (cache.length, other.length) == (80, 32)
+    write(fresh, 0, 30, rows_of(50, seed=1))
+    for mine, theirs in zip(write(cache, 0, 80, rows_of(1)), write(fresh, 0, 80, rows_of(1)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_fork_holds_no_more_than_it_was_asked_for() -> None:
+    cache = new_cache()
+    write(cache, 2, 0, rows_of(3 * MIN_CAPACITY))
+    assert cache.fork(5).size_bytes == cache.size_bytes // 4
+    assert cache.fork(0).size_bytes == 0
+    assert not cache.can_fork(3 * MIN_CAPACITY + 1)
+    with pytest.raises(ValueError, match="holds 192"):
+        cache.fork(3 * MIN_CAPACITY + 1)
+
+
+def test_a_running_state_is_forked_where_it_stands_only() -> None:
+    cache = new_cache("lfm2")
+    cache.begin(0, 0, 1)
+    cache.update_conv_state(torch.ones(1, 8, 3), 0)
+    cache.finish(4, 0, 1)
+    assert [length for length in range(5) if cache.can_fork(length)] == [0, 4]
+    with pytest.raises(CannotRollBack, match="layer 0"):
+        cache.fork(3)
+    other = cache.fork(4)
+    other.begin(4, 0, 1)
+    other.update_conv_state(torch.zeros(1, 8, 3), 0)
+    assert (cache.get_conv_state(0) == 1).all()
+
+
+def test_what_is_forgotten_can_be_blanked() -> None:
+    cache = new_cache()
+    write(cache, 0, 0, rows_of(40))
+    cache.truncate(30)
+    layer = cache.layers[0]
+    layer.blank(64)
+    assert (layer.keys[:, :, 30:] == 0).all()
+    assert torch.equal(layer.keys[:, :, :30], rows_of(40)[:, :, :30])
+
+
 def test_truncating_forwards_and_leaving_a_gap_are_errors() -> None:
     cache = new_cache()
     write(cache, 0, 0, rows_of(3))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slicing.batch import Work
 from slicing.kv_cache import MIN_CAPACITY
 from slicing.runner import Cancelled, CannotRollBack, Parts, PlainRunner
 from slicing.weights import open_checkpoint
@@ -105,6 +106,47 @@ def test_sessions_do_not_see_each_other(llama: ModelInParts) -> None:
     for n, rows in enumerate(token_ids(8).split(2)):
         runner.run_whole(second, token_ids(3, seed=n), 3 * n)
         assert torch.equal(runner.run_whole(first, rows, 2 * n), expected[n])
+
+
+def test_a_batch_is_one_session_after_the_other(llama: ModelInParts) -> None:
+    runner = llama.whole
+    prompts = [token_ids(length, seed=length) for length in (3, 1, 7)]
+    works = [Work(runner.new_cache(), rows, 0) for rows in prompts]
+    states = runner.run_opening_batch(works, end=NUM_LAYERS)
+    closing = [
+        Work(work.cache, rows, 0, [0, work.rows - 1]) for work, rows in zip(works, states, strict=True)
+    ]
+    for rows, logits in zip(prompts, runner.run_closing_batch(closing, start=NUM_LAYERS), strict=True):
+        expected = runner.run_whole(runner.new_cache(), rows, 0, keep=[0, len(rows) - 1])
+        assert torch.equal(logits, expected)
+    assert (runner.max_works, runner.is_invariant) == (1, False)
+
+
+def test_a_gap_in_one_session_of_a_batch_is_refused_before_any_other_is_touched(llama: ModelInParts) -> None:
+    runner = llama.runner(Parts(((1, 4),)))
+    works = [Work(runner.new_cache(), states_of(2), position) for position in (0, 1)]
+    with pytest.raises(ValueError, match="holds 0"):
+        runner.run_layers_batch(works, start=1, end=4)
+    assert [work.cache.size_bytes for work in works] == [0, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize("length", [1, 2, 64, 65])
+def test_what_a_session_takes_is_known_before_it_runs(family: str, length: int) -> None:
+    runner = ModelInParts(tiny_model(tiny_config(family))).runner(Parts(((0, 4),)))
+    cache = runner.new_cache()
+    runner.run_layers(cache, states_of(length), 0, start=0, end=4)
+    assert cache.size_bytes == runner.cache_bytes(length)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
+def test_a_forked_session_gives_the_bits_of_its_origin(family: str) -> None:
+    runner = ModelInParts(tiny_model(tiny_config(family))).whole
+    cache, prompt = runner.new_cache(), token_ids(20)
+    runner.run_whole(cache, prompt[:15], 0)
+    other = cache.fork(15)
+    expected = runner.run_whole(cache, prompt[15:], 15)
+    assert torch.equal(runner.run_whole(other, prompt[15:], 15), expected)
 
 
 @pytest.mark.parametrize("start", [NUM_LAYERS - 1, NUM_LAYERS])
