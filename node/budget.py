@@ -6,7 +6,7 @@ Knows nothing of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,7 @@ class MemoryBudget:
     def __init__(self, limit_bytes: int, stats: NodeStats) -> None:
         self.limit_bytes = limit_bytes
         self._stats = stats
+        self.make_room: Callable[[int], bool] | None = None  # is asked to get so many bytes free
         self._reserved: dict[Hashable, int] = {}
 
     @property
@@ -33,20 +34,34 @@ class MemoryBudget:
         """What may still be reserved."""
         return self.limit_bytes - self._stats.kv_bytes
 
+    @property
+    def available_bytes(self) -> int:
+        """What sessions may still get: what is free, and what is only kept until somebody needs it."""
+        return self.free_bytes + self._stats.prefix_bytes
+
     def reserve(self, owner: Hashable, size_bytes: int) -> bool:
-        """Raise the owner's reservation to `size_bytes`; false, and no change, where that exceeds the limit."""
+        """Raise the owner's reservation to `size_bytes`; false, and no change, where that exceeds the limit.
+
+        Others may have to make way for it.
+        """
         more = size_bytes - self._reserved.get(owner, 0)
         if more <= 0:
             return True
-        if more > self.free_bytes:
+        if more > self.free_bytes and not (self.make_room is not None and self.make_room(more)):
             return False
         self._reserved[owner] = size_bytes
         self._stats.kv_bytes += more
         return True
 
-    def release(self, owner: Hashable) -> None:
-        """Give back all that the owner has reserved."""
-        self._stats.kv_bytes -= self._reserved.pop(owner, 0)
+    def reserved(self, owner: Hashable) -> int:
+        """What the owner has reserved."""
+        return self._reserved.get(owner, 0)
+
+    def release(self, owner: Hashable) -> int:
+        """Give back all that the owner has reserved; returns how much that was."""
+        size_bytes = self._reserved.pop(owner, 0)
+        self._stats.kv_bytes -= size_bytes
+        return size_bytes
 
 
 def default_budget_bytes() -> int:

@@ -9,8 +9,10 @@ and "reachable" once others have a way to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 from routing.types import NodeAddress, SliceOffer, SliceSpec
+from slicing.batching import BatchCounts
 
 NodeEvent = Mapping[str, object]
 OnEvent = Callable[[NodeEvent], None]
@@ -21,7 +23,7 @@ def progress(stage: str, done_bytes: int, total_bytes: int) -> NodeEvent:
     return {"event": "progress", "stage": stage, "done_bytes": done_bytes, "total_bytes": total_bytes}
 
 
-def measured(dtype: str, threads: int, layer_ms: float, *, is_remembered: bool) -> NodeEvent:
+def measured(dtype: str, form: str, threads: int, layer_ms: float, *, is_remembered: bool) -> NodeEvent:
     """The form computed in, and how long one decode row takes in one layer.
 
     `is_remembered`: the choice was made at an earlier start.
@@ -29,6 +31,7 @@ def measured(dtype: str, threads: int, layer_ms: float, *, is_remembered: bool) 
     return {
         "event": "measured",
         "dtype": dtype,
+        "form": form,
         "threads": threads,
         "layer_ms": round(layer_ms, 4),
         "is_remembered": is_remembered,
@@ -110,6 +113,7 @@ def ready(
     }
 
 
-def stopped() -> NodeEvent:
-    """Sessions are freed, links closed, the compute thread ended."""
-    return {"event": "stopped"}
+def stopped(counts: BatchCounts) -> NodeEvent:
+    """Sessions are freed, links closed, the compute thread ended; what that computed, if anything."""
+    done = {**asdict(counts), "idle_s": round(counts.idle_s, 3)}
+    return {"event": "stopped", **({"computed": done} if counts.batches else {})}

@@ -1,7 +1,8 @@
 """Which dtype and how many threads a slice is computed with: settings first, then a short measurement.
 
-A measured choice is stored per model, slice and machine, and used again at the next start. Threads are those of
-the calling thread (OpenMP keeps them per thread), so measure where the computing will be done.
+A measured choice is stored per model, slice, runner and machine, and used again at the next start. Torch's threads are
+those of the calling thread (OpenMP keeps them per thread), so measure where the computing will be done; a fast runner
+has its own. Which runner and which form of the weights are flags alone: what an answer is must not hang on a stopwatch.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ class FormChoice:
 class ChoiceStore:
     """Remembers one choice in a small JSON file of the cache."""
 
-    def __init__(self, cache_dir: Path, model_digest: bytes, spec: SliceSpec, device: str) -> None:
-        key = f"{model_digest.hex()} {spec} {device} {describe_machine()}"
+    def __init__(
+        self, cache_dir: Path, model_digest: bytes, spec: SliceSpec, device: str, runner: str = ""
+    ) -> None:
+        """`runner` says which one and with which weights: each has its own best number of threads."""
+        key = f"{model_digest.hex()} {spec} {device} {runner} {describe_machine()}"
         name = hashlib.sha256(key.encode()).hexdigest()[:24] + ".json"
         self._path = cache_dir / "forms" / name
 
@@ -79,29 +83,46 @@ class ChoiceStore:
 
 
 def choose_dtype(settings: NodeSettings, stored: torch.dtype, remembered: FormChoice | None) -> torch.dtype:
-    """The compute dtype: as set, as remembered, the checkpoint's own on a GPU, else by measuring on the CPU."""
+    """The compute dtype: as set, as remembered, the checkpoint's own on a GPU, else by measuring on the CPU.
+
+    Where a fast runner may be used on a CPU it is float32: that is what its rows are, whatever the weights.
+    """
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
-    if remembered is not None:
-        return DTYPES[remembered.dtype]
     if not settings.device.startswith("cpu"):
         return stored
+    if settings.runner in ("auto", "fast"):
+        return torch.float32
+    if remembered is not None:
+        return DTYPES[remembered.dtype]
     return torch.bfloat16 if stored == torch.bfloat16 and _is_bfloat16_faster() else torch.float32
 
 
 def choose_threads(
-    settings: NodeSettings, measure_ms: Callable[[], float], remembered: FormChoice | None
+    settings: NodeSettings,
+    measure_ms: Callable[[], float],
+    remembered: FormChoice | None,
+    set_threads: Callable[[int], None] = torch.set_num_threads,
 ) -> int:
-    """The number of threads, set in the calling thread when this returns; `measure_ms` times one decode row."""
+    """The number of threads, set when this returns; `measure_ms` times one decode row."""
     threads = settings.threads or (remembered.threads if remembered is not None else None)
     if threads is None and not settings.device.startswith("cpu"):
         threads = 1
     if threads is None:
-        times_ms = {threads: _measure_with(threads, measure_ms) for threads in thread_candidates(num_cores())}
+        candidates = thread_candidates(num_cores())
+        times_ms = {threads: _measure_with(threads, measure_ms, set_threads) for threads in candidates}
         threads = fewest_good_threads(times_ms)
         logger.info("ms per layer by threads: %s", {n: round(ms, 3) for n, ms in times_ms.items()})
-    torch.set_num_threads(threads)
+    set_threads(threads)
     return threads
+
+
+def use_threads(runner: object, threads: int) -> None:
+    """Let a runner compute with so many threads, in the calling thread. Those of a fast runner are its own."""
+    set_own = getattr(runner, "set_threads", None)
+    torch.set_num_threads(threads if set_own is None else 1)
+    if set_own is not None:
+        set_own(threads)
 
 
 def fewest_good_threads(times_ms: dict[int, float]) -> int:
@@ -136,8 +157,8 @@ def _processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _measure_with(threads: int, measure_ms: Callable[[], float]) -> float:
-    torch.set_num_threads(threads)
+def _measure_with(threads: int, measure_ms: Callable[[], float], set_threads: Callable[[int], None]) -> float:
+    set_threads(threads)
     return min(measure_ms() for _ in range(MEASUREMENTS))
 
 

@@ -5,91 +5,14 @@ Knows nothing of sessions or links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
 
 from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import HopEntry, SliceOffer, WireDtype
-from slicing.kv_cache import MIN_CAPACITY
+from slicing.batch import Runner
 
 SPOKEN_DTYPES = (WireDtype.FLOAT32, WireDtype.BFLOAT16, WireDtype.FLOAT16)
 KEY_BYTES = 32
-
-
-class Cache(Protocol):
-    """Keys and values of one session, see `slicing.kv_cache.KVCache`."""
-
-    @property
-    def length(self) -> int:
-        """Positions held."""
-
-    def truncate(self, position: int) -> None:
-        """Forget positions at and after `position`."""
-
-    def close(self) -> None:
-        """Free the storage."""
-
-
-class Runner(Protocol):
-    """What a node needs of `slicing.runner.PlainRunner`; one thread at a time."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def form(self) -> str: ...
-
-    @property
-    def layer_hashes(self) -> Mapping[int, bytes]: ...
-
-    def new_cache(self) -> Cache: ...
-
-    def run_opening(
-        self,
-        cache: Any,
-        token_ids: torch.Tensor,
-        position: int,
-        *,
-        end: int,
-        is_cancelled: Callable[[], bool] | None = None,
-    ) -> torch.Tensor: ...
-
-    def run_layers(
-        self,
-        cache: Any,
-        hidden_states: torch.Tensor,
-        position: int,
-        *,
-        start: int,
-        end: int,
-        is_cancelled: Callable[[], bool] | None = None,
-    ) -> torch.Tensor: ...
-
-    def run_closing(
-        self,
-        cache: Any,
-        hidden_states: torch.Tensor,
-        position: int,
-        *,
-        start: int,
-        keep: Sequence[int] | None = None,
-        is_cancelled: Callable[[], bool] | None = None,
-    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,13 +33,10 @@ class HeldSlice:
     def cache_bytes(self, entry: HopEntry, num_positions: int) -> int:
         """What a session of this work takes for so many positions, the room to grow included.
 
-        Layers are taken as equal; storage doubles from `MIN_CAPACITY` positions on, see `slicing.kv_cache`.
+        Layers are taken as equal.
         """
-        capacity = MIN_CAPACITY
-        while capacity < num_positions:
-            capacity *= 2
         num_held = self.offer.spec.end - self.offer.spec.start
-        return self.cache_bytes_per_position * capacity * (entry.end - entry.start) // num_held
+        return self.runner.cache_bytes(num_positions) * (entry.end - entry.start) // num_held
 
     def serves(self, entry: HopEntry) -> bool:
         """Whether the layers and ends asked for are held."""

@@ -63,6 +63,7 @@ class History:
         self._max_outputs = max_outputs
         self._steps: list[DoneStep] = []
         self._first_held = 0  # index: outputs before it were let go
+        self.skipped = 0  # positions that no step was needed for: there is no output of theirs to send
         self.size_bytes = 0
         budget.add(self)
 
@@ -101,7 +102,7 @@ class History:
 
     def holds_from(self, number: int) -> bool:
         """Whether the outputs of all steps from this number on are held."""
-        return self._index(number) >= self._first_held
+        return self._index(number) >= self._first_held and not self._is_skipped(number)
 
     def steps_from(self, number: int) -> list[DoneStep]:
         """The steps from this number on, in order."""
@@ -116,9 +117,13 @@ class History:
 
     def roll_back(self, number: int) -> int:
         """Forget the steps from this number on; returns the position that is next then."""
+        if self._is_skipped(number):  # they come for the first time, those for what was held here included
+            self._drop_after(0)
+            self.skipped = 0
+            return 0
         index = self._index(number)
         if index == len(self._steps):
-            return self._steps[-1].end if self._steps else 0
+            return self._steps[-1].end if self._steps else self.skipped
         position = self._steps[index].position
         self._drop_after(index)
         return position
@@ -156,6 +161,11 @@ class History:
         del self._steps[index:]
         self._first_held = min(self._first_held, len(self._steps))
         self._resize(-dropped)
+
+    def _is_skipped(self, number: int) -> bool:
+        """Whether a step stands for positions that were held here from the beginning."""
+        first = self._steps[0].number if self._steps else 2
+        return bool(self.skipped) and number < first
 
     def _index(self, number: int) -> int:
         return bisect_left(self._steps, number, key=_number)

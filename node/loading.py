@@ -9,28 +9,43 @@ import logging
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from node import events
 from node.events import OnEvent
-from node.form_choice import ChoiceStore, FormChoice, choose_dtype, choose_threads
+from node.form_choice import ChoiceStore, FormChoice, choose_dtype, choose_threads, use_threads
 from node.held_slice import HeldSlice
 from node.settings import NodeSettings
 from node.step_job import TORCH_DTYPES
 from routing.errors import SettingsError
 from routing.types import SliceOffer, SliceSpec
+from slicing.batch import Runner, Work
 from slicing.cache import cache_root
 from slicing.checkpoint import Checkpoint
+from slicing.ends import Parts
+from slicing.load_runner import load_runner
 from slicing.progress import StoppableProgress
-from slicing.runner import Parts, PlainRunner
 from slicing.weights import layer_number
 
 logger = logging.getLogger(__name__)
 
 WIRE_DTYPES = {torch_dtype: wire for wire, torch_dtype in TORCH_DTYPES.items()}
 HEAD_TRIALS = 3  # a head takes as long as several layers: a median of few is steady enough
+
+
+class MeasuredRunner(Runner, Protocol):
+    """A runner that can say how fast it is, and what its sessions take."""
+
+    @property
+    def cache_bytes_per_position(self) -> int:
+        """What one position of one session takes in the held layers, in the long run."""
+
+    def measure_layer_ms(self, rows: int = 1) -> float:
+        """What one step of `rows` rows takes in one of the held layers, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +55,7 @@ class ReadSlice:
     checkpoint: Checkpoint
     spec: SliceSpec
     parts: Parts
-    runner: PlainRunner
+    runner: MeasuredRunner
     store: ChoiceStore
     remembered: FormChoice | None
     bytes_read: int
@@ -65,9 +80,10 @@ class LoadReport(StoppableProgress):
         super().__init__(lambda *progress: tell(events.progress(*progress)))
         self._tell = tell
 
-    def measured(self, choice: FormChoice, layer_ms: float, *, is_remembered: bool) -> None:
+    def measured(self, choice: FormChoice, form: str, layer_ms: float, *, is_remembered: bool) -> None:
         """Tell which form was chosen."""
-        self._tell(events.measured(choice.dtype, choice.threads, layer_ms, is_remembered=is_remembered))
+        told = events.measured(choice.dtype, form, choice.threads, layer_ms, is_remembered=is_remembered)
+        self._tell(told)
 
 
 def read_slice(
@@ -83,18 +99,27 @@ def read_slice(
     """Check and read a slice (None: every layer). Raises SettingsError, ModelError (CannotCut too) or LoadStopped.
 
     The dtype is chosen here where it is not given; `has_ends` overrules the settings; for `weightless` see
-    `PlainRunner.load`.
+    `load_runner`.
     """
     started, read_before = time.perf_counter(), checkpoint.bytes_requested
     num_layers = checkpoint.config.num_hidden_layers
     spec = checked_spec(layers, num_layers)
-    store = ChoiceStore(cache_root(settings.cache_dir), checkpoint.digest, spec, settings.device)
+    asked = f"{settings.runner}/{settings.weights}"
+    store = ChoiceStore(cache_root(settings.cache_dir), checkpoint.digest, spec, settings.device, asked)
     remembered = store.load()
     dtype = dtype or choose_dtype(settings, checkpoint.dtype, remembered)
     hold_ends = settings.hold_ends if has_ends is None else has_ends
     parts = _parts(spec, num_layers, hold_ends=hold_ends)
-    runner = PlainRunner.load(
-        checkpoint, parts, dtype=dtype, device=settings.device, progress=report, weightless=weightless
+    runner = load_runner(
+        checkpoint,
+        parts,
+        runner=settings.runner,
+        weights=settings.weights,
+        dtype=dtype,
+        device=settings.device,
+        threads=1,  # until they are measured
+        progress=report,
+        weightless=weightless,
     )
     runner.widen_head()
     read = checkpoint.bytes_requested - read_before
@@ -105,13 +130,14 @@ def read_slice(
 def measure_slice(settings: NodeSettings, read: ReadSlice, report: LoadReport) -> LoadedSlice:
     """Choose the number of threads of the calling thread, where it will be computed, and measure a layer's time."""
     runner = read.runner
-    threads = choose_threads(settings, runner.measure_layer_ms, read.remembered)
+    use = partial(use_threads, runner)
+    threads = choose_threads(settings, runner.measure_layer_ms, read.remembered, use)
     layer_ms = runner.measure_layer_ms()
     choice = FormChoice(WIRE_DTYPES[runner.dtype].name.lower(), threads)
     if read.remembered is None and settings.dtype == "auto" and settings.threads is None:
         read.store.save(choice)
-    report.measured(choice, layer_ms, is_remembered=read.remembered is not None)
-    logger.info("layers %s: %s, %d threads, %.2f ms a layer", read.spec, choice.dtype, threads, layer_ms)
+    report.measured(choice, runner.form, layer_ms, is_remembered=read.remembered is not None)
+    logger.info("layers %s: %s, %d threads, %.2f ms a layer", read.spec, runner.form, threads, layer_ms)
     return loaded_slice(read, threads, layer_ms, measure_head_ms(runner))
 
 
@@ -129,29 +155,38 @@ def loaded_slice(read: ReadSlice, threads: int, layer_ms: float, head_ms: float)
     return LoadedSlice(held, threads, read.load_s, runner.size_bytes, read.bytes_read)
 
 
-def measure_head_ms(runner: PlainRunner) -> float:
+def measure_head_ms(runner: Runner) -> float:
     """Median time of norm and head on one row, in milliseconds; 0 where they are not held."""
     if not runner.parts.closing:
         return 0.0
-    cache, row = runner.new_cache(), torch.zeros(1, runner.hidden_size, dtype=runner.dtype)
+    row = Work(runner.new_cache(), torch.zeros(1, runner.hidden_size, dtype=runner.dtype), 0)
     times = []
     with torch.inference_mode():
         for _ in range(HEAD_TRIALS):
             began = time.perf_counter()
-            runner.run_closing(cache, row, 0, start=runner.num_layers)
+            runner.run_closing_batch([row], start=runner.num_layers)
             times.append(time.perf_counter() - began)
     return statistics.median(times) * 1000
 
 
-def layer_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What the largest layer's weights take in memory in this dtype, by the checkpoint's tensor table."""
+def layer_bytes(checkpoint: Checkpoint, dtype: torch.dtype, layer: int, size_bytes: int) -> int:
+    """What the largest layer's weights take in memory where `layer`, loaded alone, takes `size_bytes`.
+
+    The rest is told by the checkpoint's tensor table; a layer of the same shapes takes the same.
+    """
+    sizes = _layer_sizes(checkpoint, dtype)
+    return max(sizes.values(), default=0) * size_bytes // max(1, sizes.get(layer, 0)) if sizes else size_bytes
+
+
+def _layer_sizes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[int, int]:
+    """Bytes of each layer's tensors, as if all of them were kept in this dtype."""
     sizes: dict[int, int] = {}
     for name, tensor in checkpoint.tensors.items():
         layer = layer_number(name)
         if layer is not None:
             width = dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize
             sizes[layer] = sizes.get(layer, 0) + tensor.size_bytes // tensor.dtype.itemsize * width
-    return max(sizes.values(), default=0)
+    return sizes
 
 
 def checked_spec(asked: SliceSpec | None, num_layers: int) -> SliceSpec:
@@ -172,7 +207,7 @@ def _parts(spec: SliceSpec, num_layers: int, *, hold_ends: bool) -> Parts:
 
 
 def _offer(
-    checkpoint: Checkpoint, runner: PlainRunner, spec: SliceSpec, parts: Parts, layer_ms: float
+    checkpoint: Checkpoint, runner: Runner, spec: SliceSpec, parts: Parts, layer_ms: float
 ) -> SliceOffer:
     return SliceOffer(
         model_name=checkpoint.public_name,
@@ -186,4 +221,6 @@ def _offer(
         has_closing=parts.closing,
         layer_ms=layer_ms,
         layer_hashes=tuple(runner.layer_hashes[layer] for layer in range(spec.start, spec.end)),
+        confirms=True,
+        keeps=runner.is_invariant,
     )

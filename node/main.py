@@ -21,7 +21,6 @@ from node.placing import PlacingTimes
 from node.scheduler import Scheduler
 from node.settings import NodeSettings
 from node.slice_loader import ModelFacts, SliceLoader
-from node.step_job import StepJob
 from routing.errors import SettingsError
 from routing.identity import Identity
 
@@ -35,7 +34,7 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent, times: PlacingT
     is wrong, and ModelError when a model cannot be read, or cannot be cut exactly.
     """
     identity = load_identity(settings.key_path)
-    scheduler: Scheduler[StepJob] = Scheduler()
+    scheduler = Scheduler()
     loader = SliceLoader(settings, scheduler, on_event)
     try:
         allowed_bytes = settings.memory_bytes or int(free_memory_bytes(settings.device) * settings.overhead)
@@ -48,7 +47,7 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent, times: PlacingT
     finally:
         await loader.close()
         await scheduler.close()
-        on_event(events.stopped())
+        on_event(events.stopped(scheduler.counts))
 
 
 def load_identity(key_path: Path | None) -> Identity:

@@ -26,7 +26,6 @@ from node.slice_loader import ModelFacts, SliceLoader
 from node.slice_mover import SliceMover
 from node.slice_table import SliceTable
 from node.stats import NodeStats
-from node.step_job import StepJob
 from routing.address_policy import Scope
 from routing.errors import RemoteError, SettingsError
 from routing.identity import Identity
@@ -38,8 +37,10 @@ from routing.types import (
     Describe,
     Failure,
     Inquire,
+    Keep,
     NodeAddress,
     Open,
+    Opened,
     Resumed,
     Step,
 )
@@ -47,7 +48,7 @@ from routing.wire import SealKey
 
 logger = logging.getLogger(__name__)
 
-SERVED_KINDS = (Step, Answer, Failure, Open, Cancel, Attach, Describe, Resumed, Inquire)
+SERVED_KINDS = (Step, Answer, Failure, Open, Opened, Cancel, Keep, Attach, Describe, Resumed, Inquire)
 TEND_S = 1.0  # how often speeds, sessions and ways to us are compared with what others know
 DRAIN_POLL_S = 0.05
 
@@ -57,7 +58,7 @@ class Parts:
     """What a node begins with."""
 
     memory: Memory
-    scheduler: Scheduler[StepJob]
+    scheduler: Scheduler
     loader: SliceLoader
     loaded: Sequence[LoadedSlice]  # slices that were named: they stay
     facts: Sequence[ModelFacts]  # models whose layers placement decides
@@ -116,6 +117,7 @@ class Node:
             room=lambda: memory.room(self._slices),
             announce=self._network.announce,
             on_event=on_event,
+            lines=lambda: self._network.lines,
             times=times,
         )
         self._bound = ("", 0)
@@ -198,7 +200,7 @@ class Node:
     # What others know -----------------------------------------------------------------------------------------
 
     def _offering(self) -> Offering:
-        free_bytes = self._budget.free_bytes
+        free_bytes = self._budget.available_bytes
         if not self._slices.held and self._facts:  # it tells what it may take: others leave room for it
             free_bytes = self._memory.room(self._slices).allowed
         return Offering(

@@ -14,19 +14,22 @@ from dataclasses import replace
 from node.held_slice import HeldSlice
 from node.history import KEPT_ANSWER_BYTES, KEPT_ANSWERS, SESSION_BYTES, History, HistoryBudget
 from node.outbox import Outbox
+from node.prefix_store import ForkedState, PrefixStore
 from node.return_path import ReturnPath
+from node.room import Room
 from node.session import Session
 from node.session_table import SessionTable
 from node.slice_table import SliceTable
 from node.stats import NodeStats
 from node.step_flow import StepFlow, hop_lost
-from node.step_job import new_state
+from node.step_job import new_sampler
 from routing import wire
 from routing.endpoint import Endpoint
-from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError
+from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError, WorkError
 from routing.link import Link
 from routing.sealing import LEAVE
-from routing.types import Cancel, HopEntry, NodeAddress, Open, Resumed
+from routing.types import Cancel, HopEntry, NodeAddress, Open, Opened, Resumed
+from slicing.kept_caches import Fork
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class Openings:
         seal_key: wire.SealKey,
         sessions: SessionTable,
         *,
+        room: Room,
+        prefixes: PrefixStore,
         steps: StepFlow,
         outbox: Outbox,
         returns: ReturnPath,
@@ -56,6 +61,8 @@ class Openings:
         self._slices = slices
         self._seal_key = seal_key
         self._sessions = sessions
+        self._room = room
+        self._prefixes = prefixes
         self._steps = steps
         self._outbox = outbox
         self._returns = returns
@@ -94,6 +101,15 @@ class Openings:
         if not session.is_fresh:
             self._tell_upstream(session)
 
+    def take_opened(self, link: Link, opened: Opened) -> None:
+        """The next hop and those after it have opened: say so, and what of the session is held all the way."""
+        session = self._sessions.get(opened.session_id)
+        if session is None or session.next_link is not link or opened.epoch != session.epoch:
+            return
+        if session.entry.confirms and session.held_onward is None:
+            session.held_onward = opened.held
+            self._confirm(session, min(session.first_position, opened.held))
+
     def _read_entry(self, opening: Open) -> HopEntry:
         aad = wire.entry_aad(opening.session_id, opening.epoch, opening.hop)
         entry = wire.open_entry(opening.entries[opening.hop], self._seal_key, aad)
@@ -105,19 +121,22 @@ class Openings:
         if self._sessions.was_cancelled(opening.session_id, opening.epoch, entry.route_key):
             logger.debug("session %s: cancelled before it was opened", opening.session_id[:4].hex())
             return
-        self._sessions.check_room(link.peer_id)
         session = Session(
             opening.session_id,
             opening.epoch,
             entry,
             held,
-            new_state(held.runner, entry),
+            self._admitted_state(link, entry, held),
             self._new_history(entry),
             link.peer_id,
             bound=[link],
             last_seen=self._clock(),
+            opened_at=self._clock(),
         )
         self._sessions.add(session)
+        self._room.take(session)
+        if session.state.fork is not None:
+            session.begin_at(session.state.fork.length)
         self._slices.attach(held)
         self._stats.sessions_opened += 1
         self._stats.num_sessions += 1
@@ -125,6 +144,28 @@ class Openings:
         if entry.resumes:
             self._tell_upstream(session)  # whatever the next hop has: everything is needed here
         self._reach_next(session, opening)
+        if entry.confirms and entry.next_hop is None:
+            self._confirm(session, session.first_position)
+
+    def _admitted_state(self, link: Link, entry: HopEntry, held: HeldSlice) -> ForkedState:
+        """What the compute thread begins with. Raises ProtocolError, or WorkError for want of room."""
+        sampler, fork = new_sampler(held.runner, entry), self._prefixes.find(held, entry)
+        try:
+            self._check_room(link, entry, held, fork)
+        except RemoteError:
+            self._stats.sessions_refused += 1
+            if fork is not None:
+                fork.give_up()
+            raise
+        return ForkedState(held.runner.new_cache(), sampler, fork=fork)
+
+    def _check_room(self, link: Link, entry: HopEntry, held: HeldSlice, fork: Fork | None) -> None:
+        try:
+            self._room.check(link.peer_id, held, entry)
+        except WorkError:
+            if fork is None or not self._prefixes.take_over(fork):
+                raise
+            self._room.check(link.peer_id, held, entry)
 
     def _new_history(self, entry: HopEntry) -> History:
         if entry.next_hop is None:
@@ -158,6 +199,10 @@ class Openings:
             return
         proof = wire.proof(session.entry.route_key, LEAVE, session.session_id, session.epoch)
         self._outbox.put(session.next_link, Cancel(session.session_id, session.epoch, proof))
+
+    def _confirm(self, session: Session, num_held: int) -> None:
+        if (upstream := session.upstream) is not None:
+            self._outbox.put(upstream, Opened(session.session_id, session.epoch, num_held))
 
     def _tell_upstream(self, session: Session) -> None:
         if (upstream := session.upstream) is not None:

@@ -11,13 +11,23 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from node import events
 from node.events import OnEvent
-from node.pool import PREFIX_SIZE, Pool, choose, demands, improvement, max_layers, pool_of
+from node.pool import (
+    PREFIX_SIZE,
+    Pool,
+    choose,
+    demands,
+    improvement,
+    line_ms,
+    lines_of,
+    max_layers,
+    pool_of,
+)
 from node.slice_loader import ModelFacts
 from node.slice_mover import LoadFailed, SliceMover
 from routing.announcement import Announcement
@@ -78,13 +88,15 @@ class Placer:
         room: Callable[[], Room],
         announce: Callable[[], None],
         on_event: OnEvent,
+        lines: Callable[[], Mapping[bytes, float]] = dict,
         times: PlacingTimes = PlacingTimes(),
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`first_look` waits until the network was heard of, for so many seconds at most.
 
-        `layer_ms` tells how fast a model's layers are here of late, where some are held.
+        `layer_ms` tells how fast a model's layers are here of late, where some are held; `lines`, what lines from
+        others bring us, Mbit/s by id prefix, as others are told.
         """
         self.intends: tuple[Placed, ...] = ()
         self._node_id = node_id
@@ -97,6 +109,7 @@ class Placer:
         self._room = room
         self._announce = announce
         self._on_event = on_event
+        self._lines = lines
         self._times = times
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 - spreads nodes in time, no secret
@@ -177,7 +190,13 @@ class Placer:
             if now - since > self._times.patience
             or (self.intends and intends and node_id > self._node_id and since > self._claimed_at)
         }
-        return pool_of(announced, tuple(self._facts.values()), ignored=ignored)
+        return pool_of(
+            announced, tuple(self._facts.values()), ignored=ignored, lines=self._lines_of(announced)
+        )
+
+    def _lines_of(self, announced: Iterable[Announcement]) -> Mapping[NodeId, float]:
+        told: dict[NodeId, Mapping[bytes, float]] = {it.node_id: dict(it.neighbour_mbps) for it in announced}
+        return lines_of({**told, self._node_id: self._lines()})
 
     def _note_plans(self, announced: Iterable[Announcement]) -> None:
         """Remember since when others mean to load, or wait for a place: nobody should count on it for ever."""
@@ -194,6 +213,7 @@ class Placer:
             {model.digest: max_layers(room.allowed, model) for model in models},
             self._mover.placed,
             {model.digest: max_layers(room.free, model) for model in models},
+            line_ms(self._lines_of(self._directory.announced()).get(self._node_id), models),
         )
 
     def _is_worth_it(self, chosen: tuple[Placed, ...]) -> bool:

@@ -33,16 +33,24 @@ class Pool:
     def signature(self) -> tuple[object, ...]:
         """What a decision depends on, speeds roughly: as long as it stays, nothing has to be thought over."""
         speeds = [
-            sorted((digest, round(ms, 1)) for digest, ms in node.layer_ms.items()) for node in self.others
+            sorted((digest, round(ms, 1)) for digest, ms in (*node.layer_ms.items(), *node.line_ms.items()))
+            for node in self.others
         ]
         held = [(node.node_id, node.held) for node in self.others]
         return tuple(map(str, (held, speeds, [node.node_id for node in self.waiting])))
 
 
 def pool_of(
-    announcements: Iterable[Announcement], facts: Sequence[ModelFacts], *, ignored: Collection[NodeId] = ()
+    announcements: Iterable[Announcement],
+    facts: Sequence[ModelFacts],
+    *,
+    ignored: Collection[NodeId] = (),
+    lines: Mapping[NodeId, float] | None = None,
 ) -> Pool:
-    """Read what others announce of the models in `facts`; what `ignored` nodes plan is left out."""
+    """Read what others announce of the models in `facts`; what `ignored` nodes plan is left out.
+
+    `lines`: see `lines_of`.
+    """
     of_prefix = {model.digest[:PREFIX_SIZE]: model for model in facts}
     others, waiting, movers = [], [], set()
     for announcement in sorted(announcements, key=lambda told: told.node_id):
@@ -50,7 +58,7 @@ def pool_of(
             continue
         is_ignored = announcement.node_id in ignored
         told = replace(announcement, intends=()) if is_ignored else announcement
-        node = _pool_node(told, of_prefix)
+        node = _pool_node(told, of_prefix, (lines or {}).get(told.node_id))
         if told.intends and told.offers:
             movers.add(node.node_id)
         if told.offers or told.intends:
@@ -58,6 +66,32 @@ def pool_of(
         elif not is_ignored:
             waiting.append(node)
     return Pool(tuple(others), tuple(waiting), frozenset(movers))
+
+
+def lines_of(told: Mapping[NodeId, Mapping[bytes, float]]) -> dict[NodeId, float]:
+    """Mbit/s of each node's own line, where anybody knows: the best between it and any other.
+
+    `told` is what each node tells of lines from others, by id prefix. Where both ends tell, the lower counts; so a
+    node can be made slow by nobody but itself, and its own praise reaches no further than its neighbours' word.
+    """
+    whole = {node_id[:PREFIX_SIZE]: node_id for node_id in told}
+    best: dict[NodeId, float] = {}
+    for node_id, of_others in told.items():
+        for prefix, mbps in of_others.items():
+            other = whole.get(prefix)
+            if other is None or other == node_id or not mbps > 0:
+                continue
+            slower = min(mbps, told[other].get(node_id[:PREFIX_SIZE], mbps))
+            for end in (node_id, other):
+                best[end] = max(best.get(end, 0.0), slower)
+    return best
+
+
+def line_ms(mbps: float | None, facts: Iterable[ModelFacts]) -> dict[bytes, float]:
+    """What one row of each model takes on a line; nothing where that is not known."""
+    if mbps is None:
+        return {}
+    return {model.digest: model.row_bytes / (125 * mbps) for model in facts if model.row_bytes}
 
 
 def max_layers(allowed_bytes: int, model: ModelFacts) -> int:
@@ -91,7 +125,9 @@ def improvement(
     return score((*pool.others, me), models), score((*pool.others, replace(me, held=chosen)), models)
 
 
-def _pool_node(announcement: Announcement, of_prefix: Mapping[bytes, ModelFacts]) -> PoolNode:
+def _pool_node(
+    announcement: Announcement, of_prefix: Mapping[bytes, ModelFacts], mbps: float | None
+) -> PoolNode:
     held = {
         offer.model_digest: offer.spec
         for offer in announcement.offers
@@ -110,6 +146,7 @@ def _pool_node(announcement: Announcement, of_prefix: Mapping[bytes, ModelFacts]
         {model.digest: speeds.get(model.digest, model.layer_ms) for model in of_prefix.values()},
         {model.digest: _capacity(announcement, model, held) for model in of_prefix.values()},
         tuple(Placed(digest, spec) for digest, spec in held.items()),
+        line_ms=line_ms(mbps, of_prefix.values()),
     )
 
 

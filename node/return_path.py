@@ -86,4 +86,4 @@ class ReturnPath:
 
 
 def _failure(session_id: SessionId, epoch: int, step: int, error: RemoteError, hop: int) -> Failure:
-    return Failure(session_id, epoch, step, int(error.code), hop, error.retry_ms, error.text)
+    return Failure(session_id, epoch, step, int(error.code), hop, error.retry_ms, error.text, error.room)

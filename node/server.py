@@ -17,7 +17,9 @@ from node.budget import MemoryBudget
 from node.held_slice import HeldSlice
 from node.openings import MayDial, Openings
 from node.outbox import Outbox
+from node.prefix_store import PrefixStore
 from node.return_path import ReturnPath
+from node.room import Room
 from node.scheduler import Scheduler
 from node.session import Session
 from node.session_table import SessionTable, ends_session, is_proven
@@ -25,13 +27,12 @@ from node.settings import NodeSettings
 from node.slice_table import SliceTable
 from node.stats import NodeStats
 from node.step_flow import StepFlow
-from node.step_job import StepJob
 from routing import wire
 from routing.allow_list import AllowList
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, RemoteError, SecurityError, WorkError
 from routing.link import Link
-from routing.sealing import ATTACH, CANCEL
+from routing.sealing import ATTACH, CANCEL, KEEP
 from routing.types import (
     Answer,
     Attach,
@@ -40,8 +41,10 @@ from routing.types import (
     Description,
     Failure,
     Inquire,
+    Keep,
     Message,
     Open,
+    Opened,
     Resumed,
     Standing,
     Step,
@@ -65,7 +68,7 @@ class NodeServer:
         seal_key: wire.SealKey,
         settings: NodeSettings,
         *,
-        scheduler: Scheduler[StepJob],
+        scheduler: Scheduler,
         budget: MemoryBudget,
         stats: NodeStats,
         tasks: asyncio.TaskGroup,
@@ -95,10 +98,14 @@ class NodeServer:
             stats=stats,
             on_broken=self._free,
         )
+        self._prefixes = PrefixStore(budget, stats, clock)
+        room = Room(budget, self._sessions, self._prefixes, stats, clock=clock, evict=self._evict)
         self._openings = Openings(
             slices,
             seal_key,
             self._sessions,
+            room=room,
+            prefixes=self._prefixes,
             steps=self._steps,
             outbox=self._outbox,
             returns=self._returns,
@@ -124,7 +131,8 @@ class NodeServer:
             self.sweep()
 
     def sweep(self) -> None:
-        """Free sessions that are idle, or that no link leads to, for too long."""
+        """Free sessions that are idle, or that no link leads to, for too long, and what is kept for nobody."""
+        self._prefixes.sweep()
         now = self._clock()
         for session in self._sessions:
             if self._is_expired(session, now):
@@ -142,11 +150,15 @@ class NodeServer:
         self._is_closing = True
         for session in self._sessions:
             self._free(session)
+        self._prefixes.clear()
 
     def description(self) -> Description:
         """What this node serves now."""
         return Description(
-            self._slices.offers(), len(self._sessions), self._settings.max_sessions, self._budget.free_bytes
+            self._slices.offers(),
+            len(self._sessions),
+            self._settings.max_sessions,
+            max(0, self._budget.available_bytes),
         )
 
     @property
@@ -172,8 +184,12 @@ class NodeServer:
                 self._on_open(link, message)
             case Cancel():
                 self._on_cancel(message)
+            case Keep():
+                self._on_keep(message)
             case Attach():
                 self._on_attach(link, message)
+            case Opened():
+                self._openings.take_opened(link, message)
             case Resumed():
                 self._openings.take_resumed(link, message)
             case Inquire():
@@ -285,19 +301,39 @@ class NodeServer:
                 self._tell_next(session, cancel)
             self._free(session)
 
+    def _on_keep(self, keep: Keep) -> None:
+        """A session ended well: keep what it computed, where that can be used for others."""
+        session = self._sessions.get(keep.session_id)
+        if session is None:
+            return  # the hop before passed it on already
+        if not wire.is_proof(keep.proof, session.entry.route_key, KEEP, keep.session_id, keep.epoch):
+            logger.info("session %s: a keep without proof", session.name)
+        elif keep.epoch >= session.epoch:
+            self._tell_next(session, keep)
+            keeps = self._prefixes.may_keep(session, keep.hashes)
+            self._free(session, keeps_state=keeps)
+            if keeps:
+                self._prefixes.keep(session, keep.hashes)
+
+    def _evict(self, session: Session) -> None:
+        """Others need its room: it is built again if a step comes for it. Those after it keep theirs."""
+        logger.info("session %s hop %d: evicted", session.name, session.entry.hop)
+        self._free(session)
+
     def _end_slice(self, held: HeldSlice) -> None:
         """A slice was taken away: its sessions go on elsewhere."""
+        self._prefixes.drop(held)
         for session in self._sessions:
             if session.held is held:
                 gone = WorkError(ErrorCode.NO_SLICE, "the slice is not held here any more")
                 self._returns.report(session, session.last_done, gone)
                 self._free(session)
 
-    def _tell_next(self, session: Session, cancel: Cancel) -> None:
+    def _tell_next(self, session: Session, cancel: Cancel | Keep) -> None:
         if session.next_link is not None:
             self._outbox.put(session.next_link, cancel)
 
-    def _free(self, session: Session) -> None:
+    def _free(self, session: Session, *, keeps_state: bool = False) -> None:
         """End a session here at once; its keys and values go when the job that uses them has ended.
 
         Those after it keep theirs: a later route may go through them.
@@ -307,10 +343,13 @@ class NodeServer:
         self._slices.detach(session.held)
         self.stats.num_sessions -= 1
         self._steps.drop(session)
+        if session.num_in_flight == 0:
+            session.state.give_up()
         session.take_next(None)
         session.history.close()
         logger.debug("session %s hop %d: freed", session.name, session.entry.hop)
-        self._steps.free_state(session)
+        if not keeps_state:
+            self._steps.free_state(session)
 
     def _is_expired(self, session: Session, now: float) -> bool:
         limit_s = min(session.entry.idle_timeout_s, self._settings.max_idle_timeout_s)

@@ -26,7 +26,8 @@ from routing.types import (
 if TYPE_CHECKING:
     from node.held_slice import HeldSlice
     from node.history import History, Output
-    from node.step_job import ComputeState, StepJob
+    from node.prefix_store import ForkedState
+    from node.step_job import StepJob
     from routing.link import Link
 
 
@@ -77,13 +78,18 @@ class Session:
     epoch: int
     entry: HopEntry = field(repr=False)
     held: HeldSlice = field(repr=False)  # which computes it
-    state: ComputeState = field(repr=False)
+    state: ForkedState = field(repr=False)
     history: History = field(repr=False)
     peer_id: NodeId  # who opened it, for the cap per peer
     bound: list[Link] = field(repr=False)  # links that steps may come from, the newest last
     last_seen: float
+    opened_at: float = 0.0
+    first_position: int = 0  # positions before it were held here when the session opened
     next_link: Link | None = field(default=None, repr=False)
     is_next_lost: bool = False
+    held_onward: int | None = (
+        None  # positions that the next hop holds without a step; None: it did not say yet
+    )
     onward_from: int | None = None  # the next hop takes steps from this number on; None: it did not say yet
     is_fresh: bool = True  # since the present route was opened: what the next hop lacks is all in `waiting`
     waiting: list[StepJob] = field(
@@ -150,6 +156,10 @@ class Session:
         self.position = self.history.roll_back(number)
         self.next_step = number
         self.last_done = self.history.last_number
+
+    def begin_at(self, position: int) -> None:
+        """The first positions are held here from an earlier session: no step is needed for them."""
+        self.position = self.first_position = self.history.skipped = position
 
     def take_next(self, link: Link | None) -> None:
         """Use this link to the next hop, or none. One that falls silent meanwhile is seen to, and not used again."""

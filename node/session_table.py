@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from node.session import Session
 from routing import wire
-from routing.errors import ErrorCode, WorkError
 from routing.sealing import CANCEL, LEAVE
 from routing.types import Cancel, NodeId, SessionId
 
 MAX_REMEMBERED_CANCELS = 1024  # a cancel may overtake its open; both are on their way for seconds at most
-BUSY_RETRY_MS = 1000  # about the length of a short answer
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Why there is no place for one more session."""
+
+    text: str
+    is_of_all: bool  # any session less would help; else only one of the same peer
 
 
 class SessionTable:
@@ -47,25 +54,22 @@ class SessionTable:
         return self._sessions.get(session_id)
 
     def add(self, session: Session) -> None:
-        """Take in a session that `check_room` found room for."""
+        """Take in a session that there is a place for."""
         self._sessions[session.session_id] = session
 
     def remove(self, session: Session) -> None:
         """Forget a session."""
         del self._sessions[session.session_id]
 
-    def check_room(self, peer_id: NodeId) -> None:
-        """Refuse one more session for a peer. Raises WorkError BUSY."""
+    def full_for(self, peer_id: NodeId) -> Full | None:
+        """Why a peer cannot have one more session; None: it can."""
         if len(self._sessions) >= self._max_sessions:
-            raise WorkError(
-                ErrorCode.BUSY, f"{len(self._sessions)} sessions are open", retry_ms=BUSY_RETRY_MS
-            )
+            return Full(f"{len(self._sessions)} sessions are open", is_of_all=True)
         num_of_peer = sum(session.peer_id == peer_id for session in self._sessions.values())
         limit = self._limit_of(peer_id)
         if num_of_peer >= (self._max_per_peer if limit is None else min(limit, self._max_per_peer)):
-            raise WorkError(
-                ErrorCode.BUSY, f"{num_of_peer} sessions of this peer are open", retry_ms=BUSY_RETRY_MS
-            )
+            return Full(f"{num_of_peer} sessions of this peer are open", is_of_all=False)
+        return None
 
     def remember(self, cancel: Cancel) -> None:
         """Keep a cancel whose session is not here (yet)."""

@@ -138,6 +138,12 @@ class NodeSettings(BaseModel):
 
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["auto", "bf16", "fp32", "int8"] = (
+        "auto"  # auto: the checkpoint's own bits, nothing is lost
+    )
+    runner: Literal["auto", "fast", "invariant", "plain"] = (
+        "auto"  # auto: the fastest that is exact in company
+    )
     threads: Annotated[int | None, Field(ge=1)] = None  # None: measured
     cache_dir: Path | None = None  # None: see slicing.cache
 

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from node.events import NodeEvent, OnEvent
+from node.form_choice import use_threads
 from node.loading import (
     LoadedSlice,
     LoadReport,
@@ -32,11 +33,11 @@ from node.loading import (
 )
 from node.scheduler import Scheduler
 from node.settings import NodeSettings
-from node.step_job import StepJob
-from routing.types import SliceSpec
+from routing.types import WIDTHS, SliceSpec
+from slicing.batch import Runner, Work
 from slicing.checkpoint import Checkpoint
 from slicing.model_source import open_checkpoint
-from slicing.runner import MEASURED_STEPS, PlainRunner
+from slicing.runner import MEASURED_STEPS
 from slicing.stacks import build_weightless
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,13 @@ class ModelFacts:
     layer_ms: float  # one decode row through one layer, here
     layer_bytes: int  # weights of the largest layer
     cache_bytes: int  # keys and values of one position of one session, in one layer
+    row_bytes: int = 0  # hidden states of one position on the way between nodes; 0: not known
 
 
 class SliceLoader:
     """Opens, measures and loads models by the names that the user gave. Belongs to the event loop."""
 
-    def __init__(self, settings: NodeSettings, scheduler: Scheduler[StepJob], on_event: OnEvent) -> None:
+    def __init__(self, settings: NodeSettings, scheduler: Scheduler, on_event: OnEvent) -> None:
         self._settings = settings
         self._scheduler = scheduler
         self._on_event = on_event
@@ -91,8 +93,9 @@ class SliceLoader:
             offer.model_digest,
             offer.num_layers,
             offer.layer_ms,
-            layer_bytes(checkpoint, read.runner.dtype),
+            layer_bytes(checkpoint, read.runner.dtype, read.spec.start, read.runner.size_bytes),
             loaded.held.cache_bytes_per_position,
+            offer.hidden_size * WIDTHS[offer.dtype],
         )
 
     async def close(self) -> None:
@@ -152,19 +155,20 @@ class SliceLoader:
             loaded = await self._scheduler.call(lambda: measure_slice(self._settings, read, report))
             self._threads = loaded.threads
             return loaded
+        await self._scheduler.call(partial(use_threads, read.runner, self._threads))
         layer_ms = await self._layer_ms(read.runner, read.spec)
         head_ms = await self._scheduler.call(lambda: measure_head_ms(read.runner))
         return await self._stoppable(report, _finish, read, self._threads, layer_ms, head_ms)
 
-    async def _layer_ms(self, runner: PlainRunner, spec: SliceSpec) -> float:
-        """As `PlainRunner.measure_layer_ms`, but step by step, so that sessions wait for one step at most."""
+    async def _layer_ms(self, runner: Runner, spec: SliceSpec) -> float:
+        """As a runner's `measure_layer_ms`, but step by step, so that sessions wait for one step at most."""
         cache = runner.new_cache()
-        row = torch.randn(1, runner.hidden_size, dtype=runner.dtype, device=runner.device)
+        row = torch.randn(1, runner.hidden_size, dtype=runner.dtype)
 
         def step(position: int) -> float:
             began = time.perf_counter()
             with torch.inference_mode():
-                runner.run_layers(cache, row, position, start=spec.start, end=spec.end)
+                runner.run_layers_batch([Work(cache, row, position)], start=spec.start, end=spec.end)
             return time.perf_counter() - began
 
         times = [

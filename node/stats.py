@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from slicing.batching import BatchCounts
 
 
 @dataclass(slots=True)
@@ -15,10 +17,19 @@ class NodeStats:
     num_draining: int = 0  # gauge: of those, on their way out
     weights_bytes: int = 0  # gauge: of all slices held
     history_bytes: int = 0  # gauge: outputs kept for rebuilding neighbours
+    num_prefixes: int = 0  # gauge: ended sessions that are kept now
+    prefix_bytes: int = 0  # gauge: of `kv_bytes`, theirs
     sessions_opened: int = 0
     sessions_rerouted: int = 0
     sessions_cancelled: int = 0
     sessions_expired: int = 0
+    sessions_evicted: int = 0  # idle ones that others needed the room of
+    sessions_refused: int = 0  # for want of room
+    prefixes_kept: int = 0
+    prefixes_evicted: int = 0  # for room, or because of their age
+    prefix_hits: int = 0  # sessions that began with one
+    prefix_misses: int = 0  # that might have, and nothing was held
+    prefix_tokens: int = 0  # positions that needed no step
     steps_run: int = 0
     steps_repeated: int = 0  # sent again from the kept outputs, not computed again
     steps_undone: int = 0  # computed, and rolled back since the next hop needs what is not kept any more
@@ -31,3 +42,6 @@ class NodeStats:
     slices_drained: int = 0  # taken away after their last session, or after the limit
     sessions_cut: int = 0  # of those: sessions that had not ended by then
     slices_moved: int = 0  # changes of what is held that were completed
+    batches: BatchCounts = field(
+        default_factory=BatchCounts
+    )  # of the compute thread: rows together, idle time

@@ -42,7 +42,7 @@ class StepFlow:
         slices: SliceTable,
         max_rows: int,
         *,
-        scheduler: Scheduler[StepJob],
+        scheduler: Scheduler,
         budget: MemoryBudget,
         outbox: Outbox,
         returns: ReturnPath,
@@ -58,6 +58,8 @@ class StepFlow:
         self._stats = stats
         self._on_broken = on_broken
         self._pending_bytes = 0
+        stats.batches = scheduler.counts
+        scheduler.is_open = lambda: stats.num_sessions > 0
 
     def take(self, session: Session, link: Link, step: Step) -> None:
         """Judge a step and start, repeat or drop it. Raises WorkError or ProtocolError, changing nothing."""
@@ -79,7 +81,7 @@ class StepFlow:
             self._reserve(session, step)
             session.accept(step)
             self._hold(job)
-            self._scheduler.submit(session, job)
+            self._scheduler.submit(job)
 
     def next_hop_takes(self, session: Session, number: int) -> None:
         """The next hop takes steps from this number on: send what it lacks.
@@ -234,10 +236,11 @@ class StepFlow:
             return
         stats = self._stats
         stats.steps_run += 1
-        stats.rows_run += job.rows
+        stats.rows_run += job.step.rows
         stats.queue_s += job.queue_s
         stats.compute_s += job.compute_s
-        self._slices.note_compute(job.session.held, job.entry, job.rows, job.compute_s)
+        if job.was_alone:
+            self._slices.note_compute(job.session.held, job.entry, job.step.rows, job.compute_s)
 
 
 def _of_epoch(output: SomeOutput, session: Session) -> SomeOutput:

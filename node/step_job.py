@@ -1,7 +1,7 @@
-"""One step of one session on the compute thread: bytes in, layers, bytes out.
+"""One step of one session on the compute thread: bytes in, whole or in pieces, and bytes out.
 
 The only place of the node where bytes and tensors meet. Knows nothing of links; who gets the output is decided by
-whoever made the job.
+whoever made the job, and what is computed together by the scheduler (see `step_batch`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from node.held_slice import Cache, Runner
 from node.session import Attempt, Session
 from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
 from routing.types import (
@@ -31,6 +30,8 @@ from routing.types import (
     Want,
     WireDtype,
 )
+from slicing.batch import Cache, Runner, Work
+from slicing.batching import Dropped, Lane
 from slicing.buffers import DTYPES, from_buffer, to_buffer
 from slicing.runner import Cancelled, CannotRollBack
 from slicing.sampler import Sampler, SamplingParams
@@ -94,18 +95,38 @@ class StepJob:
     attempt: Attempt = field(init=False, repr=False)
     entry: HopEntry = field(init=False, repr=False)
     state: ComputeState = field(init=False, repr=False)
+    lane: Lane = field(init=False, repr=False)
+    rows: int = field(init=False)  # still to compute; 0 once it is done or has failed
     output: Step | Answer | None = field(default=None, repr=False)
     error: RemoteError | None = None
     queue_s: float = 0.0
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # its share of the batches that it was in
+    batches_s: float = 0.0  # what those took
+    was_alone: bool = False  # computed in one batch without others
+    _made: list[torch.Tensor] = field(default_factory=list, repr=False)  # by the pieces so far
 
     def __post_init__(self) -> None:
         self.attempt, self.entry, self.state = self.session.attempt, self.session.entry, self.session.state
+        entry, runner = self.entry, self.runner
+        work = id(runner), entry.start, entry.end, entry.run_opening, entry.run_closing
+        self.lane = Lane(work, runner.max_works, runner.is_invariant)
+        self.rows = self.step.rows
 
     @property
-    def rows(self) -> int:
-        """Rows of the step, for the scheduler."""
-        return self.step.rows
+    def tenant(self) -> bytes:
+        """Whose turn it is; gateways that name no tenants count as one each."""
+        return self.entry.tenant or self.entry.gateway_id
+
+    @property
+    def stages(self) -> int:
+        """Hops of the route. Ends at home, which take a part of a hop's time, count where there is one hop only."""
+        entry = self.entry
+        return max(entry.num_hops, 1 if entry.run_opening or entry.run_closing else 2)
+
+    @property
+    def position(self) -> int:
+        """Where the rows still to compute begin."""
+        return self.step.position + self.step.rows - self.rows
 
     @property
     def size_bytes(self) -> int:
@@ -119,83 +140,108 @@ class StepJob:
             return 0
         return max(1, self.step.deadline_ms - int((time.perf_counter() - self.arrived) * 1000))
 
-    def run(self) -> None:
-        """Compute; afterwards `output` or `error` is set, or the attempt was over."""
-        started = time.perf_counter()
-        self.queue_s = started - self.arrived
+    def begin(self, rows: int) -> Work | None:
+        """Get the next rows ready to be computed; None where the job fails, or its attempt is over."""
         if self.attempt.is_over:
-            self.error = WorkError(ErrorCode.STEP, "an earlier step failed")
-            return
+            self.fail(WorkError(ErrorCode.STEP, "an earlier step failed"))
+            return None
         try:
             self._check_deadline()
-            with torch.inference_mode():
-                self._compute(started)
-            self.compute_s = time.perf_counter() - started
-        except RemoteError as error:
-            self._fail(error)
-        except Cancelled:
-            self._fail(WorkError(ErrorCode.CANCELLED, "cancelled between layers"))
-        except CannotRollBack:
-            self._fail(
-                WorkError(ErrorCode.STEP, "this model's state goes only forward, or back to position 0")
-            )
-        except Exception as error:  # the model's own code: whatever it raises is this session's trouble alone
-            logger.warning(
-                "session %s: %s in the model, %s", self.session.name, type(error).__name__, _place_of(error)
-            )
-            self._fail(WorkError(ErrorCode.COMPUTE, type(error).__name__))
+            self.state.rewind(self.position)
+            inputs = decode_rows(self.step, self.entry, self.runner, self._first_row, rows)
+        except (RemoteError, CannotRollBack) as error:
+            self.fail(error)
+            return None
+        keep = self._kept(rows) if self.entry.run_closing else None
+        return Work(self.state.cache, inputs, self.position, keep)
+
+    def take(self, made: torch.Tensor, rows: int, batch_s: float, batch_rows: int) -> None:
+        """The next rows were computed: [rows, hidden], or logits [kept, vocab] at the closing hop."""
+        self.was_alone = rows == batch_rows == self.step.rows
+        self.batches_s += batch_s
+        self.compute_s += batch_s * rows / batch_rows
+        if not self.entry.run_closing or self._kept(rows):
+            self._made.append(made)
+        if rows < self.rows:
+            self.rows -= rows
+            return
+        try:
+            self._deliver()
+        except Exception as error:
+            self.fail(error)
+        self.rows = 0
+
+    def fail(self, error: Exception) -> None:
+        """End the job: the session goes back to where the step began, and those queued behind it fail too."""
+        self.error = self._told(error)
+        if not self.attempt.is_over:
+            self._roll_back()
+        self.attempt.is_over = True
+        self.rows = 0
+        self._made.clear()
 
     def finish(self) -> None:
         """Hand the job back on the event loop."""
         self.on_finish(self)
 
+    @property
+    def _first_row(self) -> int:
+        return self.step.rows - self.rows
+
+    def _kept(self, rows: int) -> list[int]:
+        """The wanted rows among the next ones, counted from the first of those."""
+        first = self._first_row
+        return [row - first for row in wanted_rows(self.step) if first <= row < first + rows]
+
     def _check_deadline(self) -> None:
-        if self.step.deadline_ms and self.queue_s * 1000 >= self.step.deadline_ms:
+        waited_s = time.perf_counter() - self.arrived
+        self.queue_s = waited_s - self.batches_s
+        if self.step.deadline_ms and waited_s * 1000 >= self.step.deadline_ms:
             raise WorkError(ErrorCode.DEADLINE, "the deadline ran out in the queue")
 
-    def _fail(self, error: RemoteError) -> None:
-        self.error = error
-        self.attempt.is_over = True  # those queued behind build on this one
+    def _told(self, error: Exception) -> RemoteError:
+        """What others are told of an error: nothing that was computed."""
+        match error:
+            case RemoteError():
+                return error
+            case Cancelled() | Dropped():
+                return WorkError(ErrorCode.CANCELLED, "cancelled between layers")
+            case CannotRollBack():
+                return WorkError(
+                    ErrorCode.STEP, "this model's state goes only forward, or back to position 0"
+                )
+        # The model's own code: whatever it raises is this session's trouble alone.
+        name, place = type(error).__name__, _place_of(error)
+        logger.warning("session %s: %s in the model, %s", self.session.name, name, place)
+        return WorkError(ErrorCode.COMPUTE, name)
 
-    def _compute(self, started: float) -> None:
-        step, entry = self.step, self.entry
-        self.state.rewind(step.position)
-        rows = wanted_rows(step)
-        if entry.run_closing and rows:
-            payload, kind = self._choose(self._logits(rows), rows)
-            self.output = self._answer(payload, kind, rows, started)
+    def _roll_back(self) -> None:
+        if not self._first_row:
             return
-        hidden_states = self._hidden_states()
-        if entry.next_hop is not None:
-            self.output = self._step_onward(hidden_states, started)
+        try:
+            self.state.rewind(self.step.position)
+        except CannotRollBack:  # the session ends here, and is built again by replay
+            self.error = WorkError(ErrorCode.COMPUTE, "a step that was half done cannot be taken back")
+
+    def _deliver(self) -> None:
+        """Make the output of what all pieces made."""
+        step, entry, rows = self.step, self.entry, wanted_rows(self.step)
+        if entry.run_closing and not rows:
+            if step.want is not Want.NONE:  # an acknowledgement
+                self.output = self._answer(b"", AnswerKind.HIDDEN_STATES, rows)
+            return
+        made = self._made[0] if len(self._made) == 1 else torch.cat(self._made)
+        self._made.clear()
+        if entry.run_closing:
+            payload, kind = self._choose(made, rows)
+            self.output = self._answer(payload, kind, rows)
+        elif entry.next_hop is not None:
+            self.output = self._step_onward(checked(made, entry.hop + 1))
         elif step.want is not Want.NONE:
             if len(rows) < step.rows:  # a copy: a kept answer must not hold a whole prefill
-                hidden_states = hidden_states[list(rows)]
-            payload = to_buffer(hidden_states, TORCH_DTYPES[entry.wire_out])
-            self.output = self._answer(payload, AnswerKind.HIDDEN_STATES, rows, started)
-
-    def _hidden_states(self) -> torch.Tensor:
-        """Run this hop's layers. [rows, hidden]"""
-        step, entry, cache, runner = self.step, self.entry, self.state.cache, self.runner
-        arrived = decode_payload(step, entry, runner)
-        if entry.run_opening:
-            return runner.run_opening(
-                cache, arrived, step.position, end=entry.end, is_cancelled=self._is_over
-            )
-        return runner.run_layers(
-            cache, arrived, step.position, start=entry.start, end=entry.end, is_cancelled=self._is_over
-        )
-
-    def _logits(self, rows: Sequence[int]) -> torch.Tensor:
-        """Run this hop's layers and the closing end, in one pass unless it embeds too. [len(rows), vocab]"""
-        step, entry, cache, runner = self.step, self.entry, self.state.cache, self.runner
-        if entry.run_opening:
-            arrived, start = self._hidden_states(), entry.end
-        else:
-            arrived, start = decode_payload(step, entry, runner), entry.start
-        return runner.run_closing(
-            cache, arrived, step.position, start=start, keep=rows, is_cancelled=self._is_over
-        )
+                made = made[list(rows)]
+            payload = to_buffer(checked(made, entry.hop + 1), TORCH_DTYPES[entry.wire_out])
+            self.output = self._answer(payload, AnswerKind.HIDDEN_STATES, rows)
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[int]) -> tuple[Buffer, AnswerKind]:
         """Draw the token after each of `rows`; greedy sends the best few with their logits instead."""
@@ -216,7 +262,7 @@ class StepJob:
         kind = AnswerKind.CANDIDATES if sampler.params.is_greedy else AnswerKind.TOKEN_IDS
         return b"".join(chosen), kind
 
-    def _step_onward(self, hidden_states: torch.Tensor, started: float) -> Step:
+    def _step_onward(self, hidden_states: torch.Tensor) -> Step:
         step = self.step
         return Step(
             step.session_id,
@@ -229,10 +275,10 @@ class StepJob:
             step.want_rows,
             step.flags & ~StepFlag.TOKEN_IDS,
             0,  # set when it is sent
-            self._traces(started),
+            self._traces(),
         )
 
-    def _answer(self, payload: Buffer, kind: AnswerKind, rows: Sequence[int], started: float) -> Answer:
+    def _answer(self, payload: Buffer, kind: AnswerKind, rows: Sequence[int]) -> Answer:
         """The position is that of the first row answered."""
         step = self.step
         return Answer(
@@ -244,17 +290,14 @@ class StepJob:
             payload,
             kind,
             step.flags & StepFlag.TRACE,
-            self._traces(started),
+            self._traces(),
         )
 
-    def _traces(self, started: float) -> tuple[HopTrace, ...]:
+    def _traces(self) -> tuple[HopTrace, ...]:
         if StepFlag.TRACE not in self.step.flags:
             return ()
-        compute_us = int((time.perf_counter() - started) * 1e6)
-        return (*self.step.traces, HopTrace(compute_us, int(self.queue_s * 1e6), self.crypto_us))
-
-    def _is_over(self) -> bool:
-        return self.attempt.is_over
+        trace = HopTrace(int(self.batches_s * 1e6), int(self.queue_s * 1e6), self.crypto_us)
+        return (*self.step.traces, trace)
 
 
 def _place_of(error: Exception) -> str:
@@ -276,16 +319,33 @@ def wanted_rows(step: Step) -> Sequence[int]:
             return step.want_rows
 
 
-def decode_payload(step: Step, entry: HopEntry, runner: Runner) -> torch.Tensor:
-    """[rows, hidden] in the compute dtype, or [rows] int64 ids. Raises ProtocolError for ids past the vocabulary."""
+def decode_rows(step: Step, entry: HopEntry, runner: Runner, first: int, rows: int) -> torch.Tensor:
+    """Rows of a step from `first` on: [rows, hidden] in the compute dtype, or [rows] int64 ids.
+
+    Raises ProtocolError for ids past the vocabulary, and what `checked` raises.
+    """
+    wire = TORCH_DTYPES[entry.wire_in]
+    width = 1 if entry.wire_in is WireDtype.INT32 else runner.hidden_size
+    row_bytes = width * wire.itemsize
+    payload = memoryview(step.payload).cast("B")[first * row_bytes : (first + rows) * row_bytes]
     if entry.wire_in is not WireDtype.INT32:
-        wire = TORCH_DTYPES[entry.wire_in]
-        return from_buffer(step.payload, wire, runner.hidden_size, dtype=runner.dtype)
-    ids = from_buffer(step.payload, torch.int32, 1, dtype=torch.int64).reshape(-1)
+        return checked(from_buffer(payload, wire, width, dtype=runner.dtype), entry.hop)
+    ids = from_buffer(payload, wire, width, dtype=torch.int64).reshape(-1)
     if int(ids.min()) < 0 or int(ids.max()) >= runner.vocab_size:
         # Checked here since an embedding on a GPU would take the whole process down.
         raise ProtocolError(ErrorCode.MALFORMED, f"a token id outside the vocabulary of {runner.vocab_size}")
     return ids
+
+
+def checked(hidden_states: torch.Tensor, hop: int) -> torch.Tensor:
+    """Hidden states for this hop, if all of them are numbers. Raises ProtocolError or WorkError.
+
+    What a gateway sends is its own fault; what a node sent may be better on another route.
+    """
+    if bool(hidden_states.isfinite().all()):
+        return hidden_states
+    text = "hidden states that are infinite or no numbers"
+    raise WorkError(ErrorCode.COMPUTE, text) if hop else ProtocolError(ErrorCode.MALFORMED, text)
 
 
 def in_wire(payload: Buffer, wire: WireDtype, wanted: WireDtype) -> Buffer:

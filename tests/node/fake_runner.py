@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from slicing.batch import Work
+from slicing.kv_cache import MIN_CAPACITY
 from slicing.runner import Cancelled
 
 NUM_LAYERS = 6
@@ -38,6 +41,20 @@ class FakeCache:
         self.rows[layer] = torch.cat([held, rows])
         return self.rows[layer]
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows.values())
+
+    def can_fork(self, length: int) -> bool:
+        return self.is_open and length <= self.length
+
+    def fork(self, length: int) -> FakeCache:
+        assert self.can_fork(length)
+        other = FakeCache()
+        other.rows = {layer: rows[:length].clone() for layer, rows in self.rows.items()}
+        other.length = length
+        return other
+
     def close(self) -> None:
         assert self.is_open, "a cache is closed once"
         self.is_open = False
@@ -46,9 +63,14 @@ class FakeCache:
 
 
 class FakeRunner:
-    """Every layer adds its number and the sum of all rows up to this one."""
+    """Every layer adds its number and the sum of all rows up to this one.
 
-    def __init__(self) -> None:
+    It is as good as an invariant runner: with `max_works` above 1 it takes several sessions, and steps in pieces.
+    """
+
+    def __init__(self, *, max_works: int = 1) -> None:
+        self.max_works = max_works
+        self.is_invariant = max_works > 1
         self.num_layers = NUM_LAYERS
         self.hidden_size = HIDDEN_SIZE
         self.vocab_size = VOCAB_SIZE
@@ -58,7 +80,9 @@ class FakeRunner:
         self.layer_hashes: Mapping[int, bytes] = {layer: bytes(8) for layer in range(NUM_LAYERS)}
         self.caches: list[FakeCache] = []
         self.layers_run: list[int] = []  # layer by layer, in the order of computing
+        self.calls: list[list[int]] = []  # of `run_..._batch`: the rows of each work
         self.error: Exception | None = None  # raised by the next pass, once
+        self.poison: float | None = None  # a call raises where a row begins with it
         self.entered = threading.Event()  # a pass is inside its first layer
         self._gate = threading.Event()
         self._gate.set()
@@ -74,6 +98,32 @@ class FakeRunner:
     def new_cache(self) -> FakeCache:
         self.caches.append(FakeCache())
         return self.caches[-1]
+
+    def cache_bytes(self, num_positions: int) -> int:
+        capacity = MIN_CAPACITY
+        while capacity < num_positions:
+            capacity *= 2
+        return CACHE_BYTES_PER_POSITION * capacity
+
+    def run_opening_batch(self, works: Sequence[Work], **layers: Any) -> list[torch.Tensor]:
+        self._note_call(works)
+        return [self.run_opening(work.cache, work.inputs, work.position, **layers) for work in works]
+
+    def run_layers_batch(self, works: Sequence[Work], **layers: Any) -> list[torch.Tensor]:
+        self._note_call(works)
+        return [self.run_layers(work.cache, work.inputs, work.position, **layers) for work in works]
+
+    def run_closing_batch(self, works: Sequence[Work], **layers: Any) -> list[torch.Tensor]:
+        self._note_call(works)
+        return [
+            self.run_closing(work.cache, work.inputs, work.position, keep=work.keep, **layers)
+            for work in works
+        ]
+
+    def _note_call(self, works: Sequence[Work]) -> None:
+        assert len({id(work.cache) for work in works}) == len(works) <= self.max_works
+        assert all(work.position <= work.cache.length for work in works)
+        self.calls.append([work.rows for work in works])
 
     def run_opening(
         self,
@@ -101,6 +151,8 @@ class FakeRunner:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
+        if self.poison is not None and bool((hidden_states[:, 0] == self.poison).any()):
+            raise RuntimeError("a poisoned row")
         for layer in range(start, end):
             self.entered.set()
             self._wait_at_gate(is_cancelled)

@@ -54,11 +54,14 @@ MakeEndpoint = Callable[..., Any]
 
 
 def node_settings(**changes: Any) -> NodeSettings:
-    """Settings of a node that a test changes some of."""
-    return NodeSettings.model_validate({"model": "fake", "network_id": NETWORK_ID} | changes)
+    """Settings of a node that a test changes some of; it loads models plain, for kernels take long to compile."""
+    plain = {"model": "fake", "network_id": NETWORK_ID, "runner": "plain"}
+    return NodeSettings.model_validate(plain | changes)
 
 
-def fake_offer(spec: SliceSpec, *, has_opening: bool = False, has_closing: bool = False) -> SliceOffer:
+def fake_offer(
+    spec: SliceSpec, *, has_opening: bool = False, has_closing: bool = False, keeps: bool = False
+) -> SliceOffer:
     return SliceOffer(
         "fake",
         DIGEST,
@@ -69,6 +72,8 @@ def fake_offer(spec: SliceSpec, *, has_opening: bool = False, has_closing: bool 
         "fake/fp32",
         has_opening,
         has_closing,
+        confirms=keeps,
+        keeps=keeps,
     )
 
 
@@ -263,9 +268,13 @@ class Rig:
         self.nodes.append(node)
         return node
 
-    async def add_fake_node(self, start: int = 0, end: int = NUM_LAYERS, **settings: Any) -> Node:
-        offer = fake_offer(SliceSpec(start, end), has_opening=start == 0, has_closing=end == NUM_LAYERS)
-        return await self.add_node(FakeRunner(), offer, **settings)
+    async def add_fake_node(
+        self, start: int = 0, end: int = NUM_LAYERS, *, keeps: bool = False, **settings: Any
+    ) -> Node:
+        """With `keeps`, one whose sessions' keys and values others can go on with, and that says so."""
+        ends = {"has_opening": start == 0, "has_closing": end == NUM_LAYERS}
+        offer = fake_offer(SliceSpec(start, end), keeps=keeps, **ends)
+        return await self.add_node(FakeRunner(max_works=4 if keeps else 1), offer, **settings)
 
     def script(self, *hops: tuple[Node, int, int], **fields: Any) -> Script:
         """A session of the gateway over these hops."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from node import form_choice
-from node.form_choice import ChoiceStore, FormChoice, choose_dtype, choose_threads, thread_candidates
+from node.form_choice import (
+    ChoiceStore,
+    FormChoice,
+    choose_dtype,
+    choose_threads,
+    thread_candidates,
+    use_threads,
+)
 from routing.types import SliceSpec
 from tests.node.rig import DIGEST, node_settings
 
@@ -60,6 +68,32 @@ def test_float32_is_the_cpus_dtype_unless_bfloat16_is_the_models_and_faster(
     assert choose_dtype(node_settings(device="cuda"), torch.bfloat16, None) == torch.bfloat16
 
 
+@pytest.mark.parametrize("runner", ["auto", "fast"])
+def test_where_a_fast_runner_may_be_used_rows_are_float32(
+    monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    monkeypatch.setattr(form_choice, "_is_bfloat16_faster", lambda: True)
+    settings = node_settings(runner=runner)
+    assert choose_dtype(settings, torch.bfloat16, FormChoice("bfloat16", 1)) == torch.float32
+    assert (
+        choose_dtype(node_settings(runner=runner, dtype="bfloat16"), torch.bfloat16, None) == torch.bfloat16
+    )
+
+
+def test_a_fast_runners_threads_are_its_own() -> None:
+    class Fast:
+        threads = 0
+
+        def set_threads(self, threads: int) -> None:
+            self.threads = threads
+
+    fast = Fast()
+    assert choose_threads(node_settings(threads=3), lambda: 1.0, None, partial(use_threads, fast)) == 3
+    assert (fast.threads, torch.get_num_threads()) == (3, 1)
+    use_threads(object(), 2)
+    assert torch.get_num_threads() == 2
+
+
 def test_a_choice_is_kept_per_model_slice_and_machine(tmp_path: Path) -> None:
     store = ChoiceStore(tmp_path, DIGEST, SPEC, "cpu")
     assert store.load() is None
@@ -67,6 +101,7 @@ def test_a_choice_is_kept_per_model_slice_and_machine(tmp_path: Path) -> None:
     assert ChoiceStore(tmp_path, DIGEST, SPEC, "cpu").load() == FormChoice("float32", 1)
     assert ChoiceStore(tmp_path, DIGEST, SliceSpec(0, 3), "cpu").load() is None
     assert ChoiceStore(tmp_path, b"x" * 32, SPEC, "cpu").load() is None
+    assert ChoiceStore(tmp_path, DIGEST, SPEC, "cpu", "fast/int8").load() is None
     assert [path.suffix for path in (tmp_path / "forms").iterdir()] == [".json"]
 
 

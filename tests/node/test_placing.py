@@ -14,7 +14,7 @@ import pytest
 
 from node.loading import LoadedSlice
 from node.placing import Placer, PlacingTimes, Room
-from node.pool import ModelFacts, choose, demands, max_layers, pool_of
+from node.pool import ModelFacts, choose, demands, line_ms, lines_of, max_layers, pool_of
 from node.slice_mover import SliceMover
 from node.slice_table import SliceTable
 from node.stats import NodeStats
@@ -61,6 +61,24 @@ def told(
         free_bytes=free_layers * LAYER_BYTES,
         intends=tuple((digest[:8], start, end) for start, end in intends),
     )
+
+
+def test_a_nodes_line_is_its_best_one_by_the_lower_of_both_words() -> None:
+    one, two, liar = (NodeId(bytes([number]) * 32) for number in (1, 2, 9))
+    told = {one: {two[:8]: 90.0, liar[:8]: 80.0}, two: {one[:8]: 70.0, b"?" * 8: 1.0}, liar: {one[:8]: 0.01}}
+    assert lines_of(told) == {one: 70.0, two: 70.0, liar: 0.01}
+    facts = [replace(FACTS, row_bytes=8192), replace(FACTS, digest=b"e" * 32)]
+    assert line_ms(65.536, facts) == {DIGEST: pytest.approx(1.0)}
+    assert line_ms(None, facts) == {}
+
+
+def test_the_pool_holds_what_lines_take() -> None:
+    facts = [replace(FACTS, row_bytes=8192)]
+    there = replace(told(1, (0, 3)), neighbour_mbps=((b"m" * 8, 65.536),))
+    lines = lines_of({there.node_id: dict(there.neighbour_mbps), NodeId(b"m" * 32): {}})
+    pool = pool_of([there], facts, lines=lines)
+    assert pool.others[0].line_ms == {DIGEST: pytest.approx(1.0)}
+    assert pool_of([there], facts).others[0].line_ms == {}
 
 
 def offer_of(spec: SliceSpec, layer_ms: float, digest: bytes = DIGEST) -> SliceOffer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from node.settings import HostPort, ModelSlice
+from node.settings import HostPort, ModelSlice, NodeSettings
 from routing.address_policy import Scope
 from routing.types import SliceSpec
-from tests.node.rig import node_settings
+from tests.node.rig import NETWORK_ID, node_settings
 
 
 def test_layers_and_addresses_are_read_as_people_write_them() -> None:
@@ -102,3 +102,13 @@ def test_the_scope_is_a_name_or_found_from_the_addresses() -> None:
     assert node_settings(scope="auto").scope is None
     with pytest.raises(ValidationError, match="scope"):
         node_settings(scope="everywhere")
+
+
+def test_weights_and_runner_are_names_from_a_list() -> None:
+    settings = node_settings(weights="int8", runner="fast")
+    assert (settings.weights, settings.runner) == ("int8", "fast")
+    default = NodeSettings(model="m", network_id=NETWORK_ID)
+    assert (default.weights, default.runner) == ("auto", "auto")
+    for wrong in ({"weights": "int4"}, {"runner": "quick"}):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
+            node_settings(**wrong)

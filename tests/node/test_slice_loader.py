@@ -21,7 +21,6 @@ from node.memory import Memory
 from node.scheduler import Scheduler
 from node.slice_loader import SliceLoader
 from node.slice_table import SliceTable
-from node.step_job import StepJob
 from routing.errors import SettingsError
 from routing.types import SliceSpec
 from slicing.errors import ModelError
@@ -54,7 +53,7 @@ class Loading:
 
     def __init__(self, tmp_path: Path) -> None:
         self.events: list[dict[str, Any]] = []
-        self.scheduler: Scheduler[StepJob] = Scheduler()
+        self.scheduler: Scheduler = Scheduler()
         settings = node_settings(cache_dir=tmp_path, threads=1, hold_ends=True)
         self.loader = SliceLoader(settings, self.scheduler, lambda event: self.events.append(dict(event)))
 

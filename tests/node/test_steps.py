@@ -181,14 +181,33 @@ async def test_a_wrong_step_fails_alone(
     assert np.array_equal(rows_of(answer), rows[-1])
 
 
-async def test_nan_rows_stay_in_their_own_session(rig: Rig) -> None:
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+async def test_rows_that_are_no_numbers_are_refused_and_may_come_again(rig: Rig, wrong: float) -> None:
     node = await rig.add_fake_node()
     poisoned, healthy = rig.script((node, 0, 6)), rig.script((node, 0, 6))
     await poisoned.open()
     await healthy.open()
-    await poisoned.run(1, 0, np.full((2, HIDDEN_SIZE), np.nan, dtype=np.float32))
-    answer = await healthy.run(1, 0, some_rows(2))
-    assert np.array_equal(rows_of(answer), Whole().run(0, some_rows(2))[-1:])
+    rows = some_rows(2)
+    rows[1, 3] = wrong
+    await poisoned.send(1, 0, rows)
+    failure = await poisoned.failure()
+    assert (failure.code, failure.hop) == (ErrorCode.MALFORMED, 0)
+    assert str(rows[0, 0]) not in failure.text
+    for script in (healthy, poisoned):
+        answer = await script.run(1, 0, some_rows(2))
+        assert np.array_equal(rows_of(answer), Whole().run(0, some_rows(2))[-1:])
+
+
+async def test_layers_that_make_no_numbers_are_told_by_the_node_that_has_them(rig: Rig) -> None:
+    a, b = await rig.add_fake_node(0, 3), await rig.add_fake_node(3, 6)
+    script = rig.script((a, 0, 3), (b, 3, 6))
+    await script.open()
+    original = a.runner.run_layers
+    a.runner.run_layers = lambda *args, **kwargs: original(*args, **kwargs) / 0
+    await script.send(1, 0, some_rows(2))
+    failure = await script.failure()
+    assert (failure.code, failure.hop) == (ErrorCode.COMPUTE, 0)
+    assert b.stats.steps_run == 0
 
 
 async def test_an_exception_in_the_model_ends_that_session_only(rig: Rig) -> None:

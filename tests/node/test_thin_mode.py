@@ -158,11 +158,30 @@ async def test_logits_without_a_choice_end_that_session_only(rig: Rig) -> None:
     script.hops[-1][0].runner.error = None
     healthy = rig.script(*script.hops, opens=True, closes=True, sampling=script.sampling)
     await healthy.open()
-    nan_states = script.hops[0][0].runner
-    original = nan_states.run_opening
-    nan_states.run_opening = lambda *args, **kwargs: original(*args, **kwargs) * float("nan")
+    last = script.hops[-1][0].runner
+    original = last.run_closing
+    last.run_closing = lambda *args, **kwargs: original(*args, **kwargs) * float("nan")
     await script.send(1, 0, [1])
     failure = await script.failure()
     assert (failure.code, failure.text, failure.hop) == (ErrorCode.COMPUTE, "LogitsError", 1)
-    nan_states.run_opening = original
+    last.run_closing = original
     await healthy.run(1, 0, [1])
+
+
+async def test_wrong_drafts_leave_no_trace_in_what_is_drawn_later(rig: Rig) -> None:
+    """The last node draws as if every draft held; the next step's position takes back what it drew for the others."""
+    prompt = [1, 2]
+    script = await thin_script(rig, SEEDED, prompt)
+    whole = WholeWithEnds(SEEDED, prompt)
+    true = [whole.next_token(0, prompt)]
+    for offset in range(8):
+        true.append(whole.next_token(2 + offset, [true[-1]]))
+    assert drawn(await script.run(1, 0, prompt)) == true[:1]
+    wrong = (true[2] + 1) % VOCAB_SIZE
+    assert drawn(await script.run(2, 2, [true[0], true[1], wrong, 5], want=Want.ALL))[:2] == true[1:3]
+    all_wrong = [true[2], (true[3] + 1) % VOCAB_SIZE, 7]
+    assert drawn(await script.run(3, 4, all_wrong, want=Want.ALL))[:1] == true[3:4]
+    assert drawn(await script.run(4, 5, true[3:8], want=Want.ALL)) == true[4:9]
+    sampler = script.hops[-1][0].server._sessions.get(script.session_id).state.sampler
+    assert sampler is not None
+    assert sampler.num_generated == 9

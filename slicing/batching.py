@@ -1,0 +1,331 @@
+"""A fair queue in front of the one thread that computes, several sessions' jobs in a call.
+
+What is queued goes at once; nothing waits for company. What goes together is decided by `batch_choice`. Knows nothing
+of models or links: `run` computes parts of jobs on the thread, and jobs finish on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from slicing.batch_choice import MAX_DECODE_ROWS, Lane, Share, Waiting, choose
+from slicing.batch_ledger import Ledger
+
+__all__ = ["MAX_DECODE_ROWS", "BatchCounts", "BatchQueue", "Dropped", "Job", "Lane", "Part"]
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+IDLE_LOOK_S = 0.5  # how exact the idle time is where sessions end meanwhile
+HISTOGRAM_POWERS = 13  # 1, 2, 4 ... 4096 rows and more
+
+
+class Dropped(Exception):
+    """The session was discarded while a piece of its job was computed."""
+
+
+class Job(Protocol):
+    """One step of one session."""
+
+    @property
+    def session(self) -> Hashable:
+        """Whose it is: jobs of a session run one after the other."""
+
+    @property
+    def tenant(self) -> Hashable:
+        """Whose the session is: tenants get equal turns, however many sessions they have."""
+
+    @property
+    def lane(self) -> Lane:
+        """What it may share a call with."""
+
+    @property
+    def stages(self) -> int:
+        """How many places compute a step of its session one after the other, this one included; 1: only this."""
+
+    @property
+    def rows(self) -> int:
+        """Rows still to compute; 0 once it is computed or has failed."""
+
+    def fail(self, error: Exception) -> None:
+        """Keep an error, on the compute thread, and have no rows left; must not raise."""
+
+    def finish(self) -> None:
+        """Deliver what was computed or failed, on the event loop."""
+
+
+SomeJob = TypeVar("SomeJob", bound=Job)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part(Generic[SomeJob]):
+    """So many rows of a job are to be computed now: all, or a piece where its lane can split."""
+
+    job: SomeJob
+    rows: int
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """What the thread did; numbers that only grow."""
+
+    batches: int = 0
+    works: int = 0  # parts of jobs in all batches
+    rows: int = 0
+    pieces: int = 0  # batches with a piece of a prefill, or all of one, in them
+    repeats: int = 0  # batches that failed, and were computed again one by one
+    idle_s: float = 0.0  # without work while sessions were open
+    by_rows: list[int] = field(
+        default_factory=lambda: [0] * HISTOGRAM_POWERS
+    )  # batches of 1, 2-3, 4-7, ... rows
+
+    def add(self, works: int, rows: int, *, has_piece: bool) -> None:
+        """Count one more batch."""
+        self.batches += 1
+        self.works += works
+        self.rows += rows
+        self.pieces += has_piece
+        self.by_rows[min(rows.bit_length(), HISTOGRAM_POWERS) - 1] += 1
+
+
+class _Queue(Generic[SomeJob]):
+    """A session's jobs in order, but for one that is computed now."""
+
+    __slots__ = ("is_decode", "jobs", "since")
+
+    def __init__(self, job: SomeJob, since: int) -> None:
+        self.jobs = deque((job,))
+        self.wait(since)
+
+    def wait(self, since: int) -> None:
+        """The first job is new here."""
+        self.since = since
+        self.is_decode = self.jobs[0].rows <= MAX_DECODE_ROWS
+
+    def put_back(self, job: SomeJob, since: int) -> None:
+        """A piece of a prefill was computed: the rest goes before what came behind it meanwhile."""
+        self.jobs.appendleft(job)
+        self.since, self.is_decode = since, False
+
+    def waiting(self) -> Waiting:
+        """What the decision knows of the first job."""
+        job = self.jobs[0]
+        return Waiting(job.session, job.tenant, job.lane, job.rows, self.is_decode, self.since)
+
+
+class BatchQueue(Generic[SomeJob]):
+    """Jobs of many sessions on their way through one compute thread.
+
+    `run` is called on the thread with parts of one lane: it computes `part.rows` rows of each job and lowers `job.rows`
+    by them. What it raises is not the fault of all: each part is computed again alone, and fails alone.
+
+    `submit`, `discard` and `call` belong to the event loop; choosing belongs to the thread; one lock lies between.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Part[SomeJob]]], None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        name: str = "compute",
+    ) -> None:
+        self.counts = BatchCounts()
+        self.is_open: Callable[[], bool] = lambda: False  # whether time without work counts as idle
+        self._run = run
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._wakes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queues: dict[Hashable, _Queue[SomeJob]] = {}
+        self._ledger = Ledger()
+        self._ended = clock()  # when the last batch was done
+        self._will_wake = False  # once the loop has taken in what it has at hand
+        self._has_turn = False  # a batch is due among the thread's work
+        self._running: tuple[int, float] | None = None  # rows (0: a call) and since when, of the thread
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: SomeJob) -> None:
+        """Queue a job behind its session's earlier ones."""
+        with self._lock:
+            self._ledger.note_arrival(job.session, job.lane, job.stages, job.rows, self._clock())
+            queue = self._queues.get(job.session)
+            if queue is None:
+                self._queues[job.session] = _Queue(job, self._ledger.tick())
+            else:
+                queue.jobs.append(job)
+                if len(queue.jobs) == 1:
+                    queue.wait(self._ledger.tick())
+        if not self._will_wake:
+            self._will_wake = True
+            self._loop.call_soon(
+                self._wake
+            )  # behind what the loop has at hand: steps that came together go together
+
+    def discard(self, session: Hashable) -> list[SomeJob]:
+        """Drop the session's queued jobs and return them: a prefill between two pieces is one of them.
+
+        A job that is computed now is not; it finishes, with `Dropped` where a piece of it is left.
+        """
+        with self._lock:
+            self._ledger.forget(session)
+            queue = self._queues.pop(session, None)
+            return [] if queue is None else list(queue.jobs)
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that wait for the thread."""
+        with self._lock:
+            return sum(len(queue.jobs) for queue in self._queues.values())
+
+    @property
+    def busy(self) -> tuple[int, float]:
+        """Rows of the batch that the thread computes (0: something else), and for how many seconds it has; 0: idle."""
+        running = self._running  # replaced as a whole by the thread
+        return (0, 0.0) if running is None else (running[0], self._clock() - running[1])
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """Run something else on the compute thread (loading, measuring), in between jobs; its exception is raised."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                self._post(_set_exception, future, error)
+            else:
+                self._post(_set_result, future, result)
+
+        self._wakes.put(run)
+        return await future
+
+    async def close(self) -> None:
+        """Let the running batch end, drop the queued jobs and stop the thread."""
+        with self._lock:
+            self._queues.clear()
+        self._wakes.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _wake(self) -> None:
+        self._will_wake = False
+        with self._lock:
+            self._ask_for_turn()
+
+    # On the compute thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (wake := self._next_wake()) is not None:
+            self._running = 0, self._clock()
+            wake()
+            self._running = None
+
+    def _next_wake(self) -> Callable[[], None] | None:
+        """Wait for work. Time counts as idle while sessions are open."""
+        while self.is_open():
+            began = self._clock()
+            try:
+                return self._wakes.get(timeout=IDLE_LOOK_S)
+            except Empty:
+                pass
+            finally:
+                self.counts.idle_s += self._clock() - began
+        return self._wakes.get()
+
+    def _run_next(self) -> None:
+        with self._lock:
+            self._has_turn = False
+            taken = self._take()
+            if any(queue.jobs for queue in self._queues.values()):
+                self._ask_for_turn()
+        if not taken:
+            return  # its job went with an earlier batch, or was discarded
+        parts = [part for part, _ in taken]
+        began = self._clock()
+        idle_ms = (began - self._ended) * 1000
+        self._running = sum(part.rows for part in parts), began
+        rows_before = [part.job.rows for part in parts]
+        self._compute(parts)
+        self._ended = self._clock()
+        ms = (self._ended - began) * 1000
+        for part, before in zip(parts, rows_before, strict=True):
+            if part.job.rows >= before:  # a bug of `run`: without this the job would go round for ever
+                part.job.fail(AssertionError("a part of a job was neither computed nor refused"))
+        with self._lock:
+            batch = [Share(part.job.session, part.rows) for part in parts]
+            has_piece = self._ledger.note_batch(batch, ms, idle_ms)
+            ended = [part.job for part, queue in taken if self._has_ended(part.job, queue)]
+        self.counts.add(len(parts), sum(part.rows for part in parts), has_piece=has_piece)
+        self._post(self._finish, ended)
+
+    def _ask_for_turn(self) -> None:
+        """One batch more, behind what the thread has to do. Under the lock."""
+        if not self._has_turn:
+            self._has_turn = True
+            self._wakes.put(self._run_next)
+
+    def _take(self) -> list[tuple[Part[SomeJob], _Queue[SomeJob]]]:
+        waiting = [queue.waiting() for queue in self._queues.values()]
+        if not waiting:
+            return []
+        shares = choose(self._ledger.snapshot(waiting, self._clock()))
+        return [self._take_share(share) for share in shares]
+
+    def _take_share(self, share: Share) -> tuple[Part[SomeJob], _Queue[SomeJob]]:
+        queue = self._queues[share.session]
+        return Part(queue.jobs.popleft(), share.rows), queue
+
+    def _compute(self, parts: Sequence[Part[SomeJob]]) -> None:
+        before = [part.job.rows for part in parts]
+        try:
+            self._run(parts)
+        except Exception as error:
+            if len(parts) == 1:
+                parts[0].job.fail(error)
+                return
+            self.counts.repeats += 1
+            for part, rows in zip(parts, before, strict=True):
+                if part.job.rows == rows:
+                    self._compute([part])
+
+    def _has_ended(self, job: SomeJob, queue: _Queue[SomeJob]) -> bool:
+        """Whether a job that was computed has nothing left; else it is queued again, in front."""
+        is_there = self._queues.get(job.session) is queue
+        if job.rows and not is_there:
+            job.fail(Dropped())
+        if job.rows:
+            queue.put_back(job, self._ledger.tick())
+            self._ask_for_turn()
+            return False
+        if is_there and queue.jobs:
+            queue.wait(self._ledger.tick())
+            self._ask_for_turn()
+        elif is_there:
+            del self._queues[job.session]
+        return True
+
+    def _finish(self, jobs: Sequence[SomeJob]) -> None:
+        for job in jobs:
+            self._loop.call_soon(job.finish)  # each by itself: what one raises is not the others' trouble
+
+    def _post(self, call: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(call, *args)
+
+
+def _set_result(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Result], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
