@@ -37,6 +37,8 @@ def create_app(settings: GatewaySettings, library: Library, metrics: GatewayMetr
     """Build the application over the models of a library. `app.state.gateway` drains it."""
     gateway = Gateway(settings, library, metrics)
     metrics.watch_coverage(library)
+    metrics.watch_ends(library)
+    metrics.watch_prefixes(library)
     app = FastAPI(
         title="Diffuse",
         version=version("diffuse"),

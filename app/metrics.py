@@ -14,8 +14,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.ends_metrics import EndsMetrics
 from app.engine.request import Finished, Library, Timings
 from app.network_metrics import NetworkMetrics
+from app.prefix_metrics import PrefixMetrics
 from routing.network_status import NetworkStatus
 from routing.types import NodeRecord
 
@@ -56,7 +58,13 @@ class GatewayMetrics:
         self.errors = self._counter("request_errors", "Requests refused or failed", ["endpoint", "code"])
         self.aborts = self._counter("requests_aborted", "Requests whose client left", ["endpoint"])
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in", ["model"])
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens held from earlier answers, not computed again", ["model"]
+        )
+        self.prefix_hits = self._counter("prefix_hits", "Choices that began with such tokens", ["model"])
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated", ["model"])
+        self.drafted = self._counter("drafted_tokens", "Tokens guessed ahead of an answer", ["model"])
+        self.accepted = self._counter("accepted_draft_tokens", "Of them part of the answer", ["model"])
         self.replays = self._counter("replays", "Routes rebuilt in the middle of an answer", ["model"])
         self.failover = self._histogram(
             "failover_pause_seconds",
@@ -89,6 +97,14 @@ class GatewayMetrics:
     def watch_coverage(self, library: Library) -> None:
         """Report at every scrape how many layers of each model live nodes serve."""
         self.registry.register(_LayerCoverage(library))
+
+    def watch_ends(self, library: Library) -> None:
+        """Report at every scrape what the ends of the open models computed, and how much of it together."""
+        self.registry.register(EndsMetrics(library))
+
+    def watch_prefixes(self, library: Library) -> None:
+        """Report at every scrape what is kept of answers."""
+        self.registry.register(PrefixMetrics(library))
 
     def watch_network(
         self, status: Callable[[], NetworkStatus], records: Callable[[], Iterable[NodeRecord]]
@@ -148,6 +164,10 @@ class RequestMeter:
         """Note one finished choice."""
         self._metrics.answers.labels(self._model, self._endpoint, finished.reason).inc()
         self._metrics.replays.labels(self._model).inc(finished.replays)
+        self._metrics.cached_tokens.labels(self._model).inc(finished.cached_tokens)
+        self._metrics.prefix_hits.labels(self._model).inc(finished.cached_tokens > 0)
+        self._metrics.drafted.labels(self._model).inc(finished.drafted)
+        self._metrics.accepted.labels(self._model).inc(finished.accepted)
         for part, seconds in _parts(finished.timings):
             share = seconds / max(1, finished.timings.tokens)
             self._metrics.token_seconds.labels(self._model, part).observe(share)

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from app.api import chat, models
-from app.api.chat_reply import AnswerTimings, ChatCompletion, ErrorEnvelope, RouteHopField, Usage
+from app.api.chat_reply import AnswerTimings, ChatCompletion, DraftsField, ErrorEnvelope, RouteHopField, Usage
 from app.api.health import HealthReport, ReadyReport, VersionReport
 from app.api.messages import Lenient
 from app.api.models import ModelCard, ModelList
@@ -68,6 +68,7 @@ class ChatChunk(Lenient):
     usage: Usage | None = None
     timings: ChunkTimings | None = None
     replays: int | None = None
+    drafts: DraftsField | None = None
     route: list[RouteHopField] | None = None
     prefill: Prefill | None = None
 

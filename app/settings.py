@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.engine.drafts import DraftMode
 from app.engine.route_options import ID_DIGITS, RouteOptions
 
 MAX_BODY_BYTES = 32 << 20  # of a JSON request: openai.md, section 1.1
@@ -57,6 +58,8 @@ class GatewaySettings(BaseSettings):
     avoid: Annotated[tuple[WholeId, ...], NoDecode, Field(max_length=MAX_AVOIDED)] = ()
     max_hops: Annotated[int | None, Field(ge=1, le=MAX_HOPS)] = None
     distinct_owners: bool = False  # of the first and the last hop
+
+    draft: DraftMode = "auto"  # of requests that do not say: guess tokens ahead, see `app.engine.drafts`
 
     load_wait_s: Annotated[float, Field(gt=0)] = LOAD_WAIT_S  # how long a request waits for a model's ends
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS

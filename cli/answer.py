@@ -22,6 +22,7 @@ class Question:
     temperature: float | None = None
     seed: int | None = None
     ignore_eos: bool = False  # measure a fixed number of tokens
+    draft: str | None = None  # off, lookup or auto: guess tokens ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class End:
     completion_tokens: int
     replays: int = 0
     fingerprint: str = ""
+    drafted: int = 0  # tokens guessed ahead
+    accepted: int = 0  # of them part of the answer
 
     def usage(self) -> dict[str, Any]:
         """Token counts under the names the chat API uses."""
@@ -86,6 +89,10 @@ class End:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": total,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            },
         }
 
 

@@ -41,6 +41,9 @@ def chat(
     key: opt.KeyOption = None,
     token_file: opt.TokenFileOption = None,
     threads: opt.ThreadsOption = None,
+    weights: opt.WeightsOption = opt.Weights.AUTO,
+    runner: opt.RunnerOption = opt.Runner.AUTO,
+    draft: opt.DraftOption = None,
 ) -> None:
     """Talk with a model behind a gateway (--url) or, running the engine here, on nodes (--node, --bootstrap)."""
     target = Target(
@@ -58,11 +61,13 @@ def chat(
         scope,
         key,
         token_file,
+        weights,
+        runner,
     )
     loop = BackgroundLoop()
     try:
         with loop.entered(open_answerer(target)) as answerer:
-            Conversation(answerer, loop, system, max_tokens, temperature, seed).hold()
+            Conversation(answerer, loop, system, max_tokens, temperature, seed, draft).hold()
     finally:
         loop.close()
 
@@ -78,12 +83,18 @@ class Conversation:
         max_tokens: int | None = None,
         temperature: float | None = None,
         seed: int | None = None,
+        draft: str | None = None,
     ) -> None:
         self._answerer = answerer
         self._loop = loop
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = list(self._opening)
-        self._choices: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        self._choices: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "draft": draft,
+        }
         self._is_interactive = opt.standard_input().isatty()
 
     def hold(self) -> None:

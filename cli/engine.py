@@ -24,6 +24,7 @@ from cli.target import Target
 
 if TYPE_CHECKING:
     from app.engine import request as engine_request
+    from app.engine.drafts import DraftMode
     from app.engine.request import ModelStatus
     from app.engine.swarm import SwarmSettings
     from app.engine.text import ChainTextEngine
@@ -90,6 +91,8 @@ def _settings(target: Target, model: str) -> SwarmSettings:
         psk=membership.psk,
         accepted_psks=membership.accepted_psks,
         threads=threads,
+        weights=target.weights.value,
+        runner=target.runner.value,
         bootstraps=bootstraps,
         scope=None if target.scope == "auto" else Scope(target.scope.value),
         identity=load_or_make(target.key) if target.key else None,
@@ -139,6 +142,7 @@ class Engine:
             max_tokens=min(question.max_tokens or room, room),
             stop_token_ids=frozenset() if question.ignore_eos else tokenizer.stop_token_ids,
             continues_text=question.raw_prompt is not None,
+            draft=_draft(question.draft),
         )
 
     def _prompt_ids(self, question: Question) -> tuple[int, ...]:
@@ -171,7 +175,14 @@ def _end(finished: engine_request.Finished) -> End:
         finished.completion_tokens,
         finished.replays,
         finished.fingerprint,
+        finished.drafted,
+        finished.accepted,
     )
+
+
+def _draft(asked: str | None) -> DraftMode:
+    modes: dict[str, DraftMode] = {"off": "off", "lookup": "lookup", "auto": "auto"}
+    return modes[asked or "auto"]
 
 
 def _timings(told: engine_request.Timings) -> Timings:

@@ -106,6 +106,7 @@ class Gateway:
             "temperature": question.temperature,
             "seed": question.seed,
             "ignore_eos": question.ignore_eos or None,
+            "diffuse": {"draft": question.draft} if question.draft else None,
         }
         return body | {name: value for name, value in optional.items() if value is not None}
 
@@ -174,6 +175,8 @@ class _Reading:
         if self._finish_reason is None:
             raise GatewayError("the gateway's answer was cut short")
         completion = int(self._usage.get("completion_tokens", self._pieces))
+        details = self._usage.get("completion_tokens_details") or {}
+        accepted = int(details.get("accepted_prediction_tokens") or 0)
         return End(
             self._finish_reason,
             self._final(completion),
@@ -181,6 +184,8 @@ class _Reading:
             completion_tokens=completion,
             replays=self._replays,
             fingerprint=self._fingerprint,
+            drafted=accepted + int(details.get("rejected_prediction_tokens") or 0),
+            accepted=accepted,
         )
 
     def _note(self, chunk: dict[str, Any]) -> None:

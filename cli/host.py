@@ -92,6 +92,8 @@ def host(
     dtype: Annotated[
         opt.Dtype, typer.Option("--dtype", help="Compute type; auto measures.")
     ] = opt.Dtype.AUTO,
+    weights: opt.WeightsOption = opt.Weights.AUTO,
+    runner: opt.RunnerOption = opt.Runner.AUTO,
     threads: opt.ThreadsOption = None,
     pad: opt.PadOption = False,
     max_sessions: Annotated[
@@ -156,6 +158,8 @@ def host(
             "state_dir": state_dir or (default_state_dir() if key else None),  # an id for once leaves nothing
             "pad": pad,
             "dtype": dtype.value,
+            "weights": weights.value,
+            "runner": runner.value,
             "threads": threads,
             "cache_dir": cache_dir,
             **_identity(key, owner_key),

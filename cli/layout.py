@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import psutil
+
 from cli.failures import CommandError
+
+
+def threads_each(num_processes: int, num_cores: int | None = None) -> int:
+    """Compute threads of each of so many processes, which share the cores of this machine: at least one.
+
+    Threads that outnumber the cores wait for each other, and everybody waits longer.
+    """
+    cores = num_cores or psutil.cpu_count(logical=False) or 1
+    return max(1, cores // num_processes)
 
 
 @dataclass(frozen=True, slots=True)

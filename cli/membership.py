@@ -65,6 +65,20 @@ def read_psks(path: Path) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys(secrets))
 
 
+def read_prefix_secret(path: Path | None) -> bytes:
+    """Read the secret of `--prefix-secret`; empty without one. Raises `SettingsError`, also if not private."""
+    if path is None:
+        return b""
+    content = _read_private(path, "secret")
+    secrets = (content,) if len(content) == PSK_SIZE else _hex_lines(content)
+    if len(secrets) != 1 or len(secrets[0]) != PSK_SIZE:
+        raise SettingsError(
+            f"--prefix-secret {path} does not hold {PSK_SIZE} bytes: make it with "
+            f"`openssl rand -hex {PSK_SIZE} > {path}` and chmod 600 {path}"
+        )
+    return secrets[0]
+
+
 def read_token(path: Path | None) -> bytes:
     """Read the guest token of `--token-file`; empty without one. Raises `SettingsError`, also if not private."""
     if path is None:

@@ -52,6 +52,32 @@ class Scope(StrEnum):
     PUBLIC = "public"
 
 
+class Weights(StrEnum):
+    """The form that weights are kept and read in."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP32 = "fp32"
+    INT8 = "int8"
+
+
+class Runner(StrEnum):
+    """What runs the layers."""
+
+    AUTO = "auto"
+    FAST = "fast"
+    INVARIANT = "invariant"
+    PLAIN = "plain"
+
+
+class Draft(StrEnum):
+    """Whether tokens are guessed ahead."""
+
+    OFF = "off"
+    LOOKUP = "lookup"
+    AUTO = "auto"
+
+
 class Dtype(StrEnum):
     """Element type a node computes in."""
 
@@ -82,6 +108,28 @@ WireOption = Annotated[
     typer.Option(
         "--wire",
         help="auto: what each slice computes in, nothing is lost. bf16: half of float32's bytes, at a loss.",
+    ),
+]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option(
+        "--weights",
+        help="Form of the weights. auto: the checkpoint's own, nothing is lost. int8: faster, at a small loss.",
+    ),
+]
+RunnerOption = Annotated[
+    Runner,
+    typer.Option(
+        "--runner",
+        help="What runs the layers. auto: the fastest that gives each answer the bits it gets alone.",
+    ),
+]
+DraftOption = Annotated[
+    Draft | None,
+    typer.Option(
+        "--draft",
+        help="Guess tokens from what stands in the prompt and the answer, several a trip; the text stays the same. "
+        "auto: as far as it saves time. lookup: also before costs are measured.",
     ),
 ]
 NodesOption = Annotated[

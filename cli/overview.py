@@ -108,7 +108,7 @@ def _models(models: Sequence[ModelStatus]) -> Table:
 
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     grid = show.table(
-        "node", "role", "layers", "ms/layer", "load", "rtt", "reached", "tells", "record", "owner"
+        "node", "role", "layers", "ms/layer", "load", "rtt", "Mbit/s", "reached", "tells", "record", "owner"
     )
     for node in sorted(nodes, key=_by_layers):
         grid.add_row(*map(_plain, _node_row(node)))
@@ -135,11 +135,18 @@ def _node_row(node: NodeStatus) -> list[str]:
         ", ".join(f"{offer.layer_ms:.2f}" for offer in node.offers),
         _load(node),
         f"{node.rtt_ms:.1f} ms" if node.rtt_ms is not None else "",
+        _lines(node),
         "suspected" if node.is_suspected else node.path,
         ways_in(node.contacts),
         f"{node.age_s:.0f} s old",
         node.owner[:8],
     ]
+
+
+def _lines(node: NodeStatus) -> str:
+    """What lines from its neighbours bring a node, by its own word; the nearest first."""
+    told = (f"{it.prefix.hex()[:4]} {it.mbps:.3g}" for it in node.neighbours if it.mbps is not None)
+    return ", ".join(told)
 
 
 def _load(node: NodeStatus) -> str:

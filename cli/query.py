@@ -38,6 +38,9 @@ def query(
     key: opt.KeyOption = None,
     token_file: opt.TokenFileOption = None,
     threads: opt.ThreadsOption = None,
+    weights: opt.WeightsOption = opt.Weights.AUTO,
+    runner: opt.RunnerOption = opt.Runner.AUTO,
+    draft: opt.DraftOption = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Ask one question of a gateway (--url) or, running the engine here, of nodes (--node) or a swarm (--bootstrap).
@@ -59,6 +62,8 @@ def query(
         scope,
         key,
         token_file,
+        weights,
+        runner,
     )
     text = opt.read_prompt(prompt)
     question = Question(
@@ -67,6 +72,7 @@ def query(
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
+        draft=draft,
     )
     run_asking(_ask_as_json(target, question) if json else _ask(target, question))
 

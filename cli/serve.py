@@ -77,7 +77,10 @@ def serve(
             help="First and last node of different owners, unless a request says otherwise.",
         ),
     ] = False,
+    draft: opt.DraftOption = None,
     pad: opt.PadOption = False,
+    weights: opt.WeightsOption = opt.Weights.AUTO,
+    runner: opt.RunnerOption = opt.Runner.AUTO,
     dtype: Annotated[opt.Dtype, typer.Option("--dtype", help="Compute type of the ends.")] = opt.Dtype.AUTO,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads for the ends.")] = GATEWAY_THREADS,
     cache_dir: opt.CacheDirOption = None,
@@ -93,6 +96,15 @@ def serve(
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="A web origin whose pages may call.")
+    ] = None,
+    prefix_secret: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefix-secret",
+            metavar="FILE",
+            help="A secret that gateways share, so that they find what nodes kept of each other's chats. "
+            "Left out: each keeps its own.",
+        ),
     ] = None,
     alias: Annotated[
         list[str] | None, typer.Option("--alias", metavar="ALIAS=MODEL", help="Another name for the model.")
@@ -112,6 +124,7 @@ def serve(
     listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
 ) -> None:
     """Serve an OpenAI-compatible API over nodes (--node), or over a swarm (--bootstrap)."""
+    from cli.membership import read_prefix_secret
     from cli.runtime import heavy_imports, start_logging
 
     if until_eof:
@@ -133,6 +146,7 @@ def serve(
         "avoid": avoid,
         "max_hops": max_hops,
         "distinct_owners": distinct_owners or None,
+        "draft": draft.value if draft else None,
     }
     if listen is not None:
         chosen["host"], chosen["port"] = opt.parse_host_port(listen, "--listen")
@@ -146,6 +160,7 @@ def serve(
         "bootstraps": bootstraps,
         "pad": pad,
     }
+    shared_secret = read_prefix_secret(prefix_secret)
     listener = _listener(gateway, listen_fd)
     with heavy_imports():  # once everything that can be wrong with a flag has been looked at
         from app.engine.library import LibrarySettings, NamedModel
@@ -160,8 +175,11 @@ def serve(
             local_layers=layers,
             wire=wire.value,
             dtype=dtype.value,
+            weights=weights.value,
+            runner=runner.value,
             threads=threads,
             cache_dir=cache_dir,
+            prefix_secret=shared_secret,
         ),
     )
     _serve(gateway, MemberSettings(**member), library, Teller(events, public_addr), listener)

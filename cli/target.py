@@ -14,7 +14,16 @@ from pathlib import Path
 import typer
 
 from cli.answer import Answerer
-from cli.options import DEFAULT_MODEL, DEFAULT_NETWORK, Ends, Scope, Wire, parse_local_layers
+from cli.options import (
+    DEFAULT_MODEL,
+    DEFAULT_NETWORK,
+    Ends,
+    Runner,
+    Scope,
+    Weights,
+    Wire,
+    parse_local_layers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class Target:
     scope: Scope = Scope.AUTO
     key: Path | None = None
     token_file: Path | None = None
+    weights: Weights = Weights.AUTO
+    runner: Runner = Runner.AUTO
 
     def __post_init__(self) -> None:
         if self.runs_engine and self.url:

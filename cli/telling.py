@@ -35,9 +35,9 @@ class Teller:
         match event:
             case {"event": "progress", "stage": str(stage), "done_bytes": done, "total_bytes": total}:
                 return self._progress_line(stage, done, total)
-            case {"event": "measured", "dtype": dtype, "threads": threads, "layer_ms": layer_ms}:
+            case {"event": "measured", "form": form, "threads": threads, "layer_ms": layer_ms}:
                 plural = "" if threads == 1 else "s"
-                return f"computes in {dtype} on {threads} thread{plural}, {layer_ms:.2f} ms a layer"
+                return f"computes {form} on {threads} thread{plural}, {layer_ms:.2f} ms a layer"
             case {"event": "ready", "role": "sentinel", "address": address}:
                 return str(address)
             case {"event": "ready", "address": "", "layers": layers}:

@@ -16,7 +16,7 @@ from cli import options as opt
 from cli import show
 from cli.children import OWN_WORDS, Child, Children, Event, thread_environment
 from cli.failures import CommandError
-from cli.layout import NodePlan, plan_nodes
+from cli.layout import NodePlan, plan_nodes, threads_each
 from cli.loading import LoadingView
 from cli.telling import Teller
 
@@ -32,6 +32,14 @@ class SwarmPlan:
     ends: opt.Ends
     local_layers: tuple[int, int]
     threads: int
+    weights: opt.Weights
+    runner: opt.Runner
+    draft: opt.Draft | None
+
+    @property
+    def forms(self) -> list[str]:
+        """Flags that nodes and gateway share."""
+        return ["--weights", self.weights, "--runner", self.runner, "--threads", str(self.threads)]
 
 
 def up(
@@ -43,14 +51,20 @@ def up(
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
     threads: Annotated[
-        int,
-        typer.Option("--threads", min=1, help="Compute threads of each process; they take turns on a token."),
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--threads", min=1, help="Compute threads of each process. Left out: its share of the cores."
+        ),
+    ] = None,
+    weights: opt.WeightsOption = opt.Weights.AUTO,
+    runner: opt.RunnerOption = opt.Runner.AUTO,
+    draft: opt.DraftOption = None,
 ) -> None:
     """Run a whole swarm here: nodes, and a gateway with an OpenAI-compatible API. Ctrl+C ends it."""
     from cli.runtime import run_until_signal
 
-    plan = SwarmPlan(model, nodes, ends, opt.parse_local_layers(local_layers), threads)
+    each = threads or threads_each(nodes + 1)
+    plan = SwarmPlan(model, nodes, ends, opt.parse_local_layers(local_layers), each, weights, runner, draft)
     with _take_port(port) as listener:
         swarm = _Swarm(plan, listener)
         asyncio.run(run_until_signal(swarm.run(), on_second=swarm.kill))
@@ -150,8 +164,9 @@ class _Swarm:
 
     async def _start_gateway(self, view: LoadingView, nodes: list[str]) -> Event:
         plan = self._plan
-        arguments = ["serve", "--model", plan.model, "--ends", plan.ends, "--threads", str(plan.threads)]
+        arguments = ["serve", "--model", plan.model, "--ends", plan.ends, *plan.forms]
         arguments += ["--local-layers", ":".join(map(str, plan.local_layers))]
+        arguments += ["--draft", plan.draft] if plan.draft else []
         arguments += ["--listen-fd", str(self._listener.fileno())]
         arguments += [part for node in nodes for part in ("--node", node)]
         child = await self._start("gateway", arguments, view, pass_fds=(self._listener.fileno(),))
@@ -164,7 +179,8 @@ class _Swarm:
 
     def _host_arguments(self, plan: NodePlan) -> list[str]:
         arguments = ["host", "--model", self._plan.model, "--layers", plan.layers, "--listen", "127.0.0.1:0"]
-        arguments += ["--threads", str(self._plan.threads), "--drain", "0"]  # the gateway goes first
+        arguments += [*self._plan.forms, "--drain", "0"]  # the gateway goes first
+        arguments += ["--weights", self._plan.weights, "--runner", self._plan.runner]
         return [*arguments, "--hold-ends"] if plan.hold_ends else arguments
 
     async def _start(

@@ -18,7 +18,7 @@ from app.api.chat_reply import ChatReply
 from app.api.errors import invalid
 from app.api.generation import plan_generation
 from app.api.protocol import ChatRequest, parse_chat
-from app.api.scope import request_id_of
+from app.api.scope import request_id_of, tenant_of
 from app.api.sse import EventStream, until_disconnect
 from app.gateway import Gateway
 from app.metrics import RequestMeter
@@ -38,19 +38,22 @@ class ChatCompletions:
         arrived = time.perf_counter()
         asked = parse_chat(await read_json_object(request, self._limits))
         self._check_choices(asked)
-        beginning = self._begin(asked, request_id_of(request.scope), arrived)
+        beginning = self._begin(asked, request_id_of(request.scope), arrived, tenant_of(request.scope))
         answering = await until_disconnect(request.receive, beginning)
         if asked.stream:
             return EventStream(answering.frames(asked), partial(self._gateway.failure, request.scope))
         return await until_disconnect(request.receive, answering.whole())
 
-    async def _begin(self, asked: ChatRequest, request_id: str, arrived: float) -> Answering:
-        own = self._gateway.settings.route
-        route = own if asked.diffuse is None else asked.diffuse.over(own)
+    async def _begin(self, asked: ChatRequest, request_id: str, arrived: float, tenant: bytes) -> Answering:
+        own, wishes = self._gateway.settings, asked.diffuse
+        route = own.route if wishes is None else wishes.over(own.route)
+        draft = own.draft if wishes is None or wishes.draft is None else wishes.draft
         engine = await self._gateway.ready_engine(asked.model)
         completion_id = f"chatcmpl-{secrets.token_hex(12)}"
         deadline_s = self._gateway.settings.request_timeout_s or None
-        planned = await plan_generation(asked, engine, completion_id, deadline_s=deadline_s, route=route)
+        planned = await plan_generation(
+            asked, engine, completion_id, deadline_s=deadline_s, route=route, draft=draft, tenant=tenant
+        )
         meter = RequestMeter(
             self._gateway.metrics,
             model=engine.model_name,

@@ -32,9 +32,11 @@ class PromptTokensDetails(Lenient):
 
 
 class CompletionTokensDetails(Lenient):
-    """What completion tokens were for."""
+    """What completion tokens were for; of the tokens guessed ahead, which the answer holds and which it does not."""
 
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(Lenient):
@@ -59,6 +61,14 @@ class AnswerTimings(Lenient):
     crypto_s: float
     queue_s: float
     local_s: float
+
+
+class DraftsField(Lenient):
+    """Tokens guessed ahead over all choices, how many were right, and why there were none where there could not be."""
+
+    drafted: int
+    accepted: int
+    off: str | None = None
 
 
 class AnswerMessage(Lenient):
@@ -100,6 +110,7 @@ class ChatCompletion(Lenient):
     service_tier: Literal["default"] = "default"
     timings: AnswerTimings
     replays: int = 0
+    drafts: DraftsField
     route: list[RouteHopField]
 
 
@@ -135,6 +146,14 @@ def route_of(end: Finished) -> list[RouteHopField]:
     ]
 
 
+def drafts_of(ends: Sequence[Finished]) -> DraftsField:
+    """What drafts did for these choices."""
+    off = next((end.draft_off for end in ends if end.draft_off), None)
+    return DraftsField(
+        drafted=sum(end.drafted for end in ends), accepted=sum(end.accepted for end in ends), off=off
+    )
+
+
 def _as_json(route: Sequence[RouteHopField]) -> list[dict[str, Any]]:
     return [hop.model_dump(mode="json") for hop in route]
 
@@ -164,6 +183,7 @@ class ChatReply:
             system_fingerprint=ends[0].fingerprint,
             timings=AnswerTimings(**asdict(total_timings([end.timings for end in ends]))),
             replays=sum(end.replays for end in ends),
+            drafts=drafts_of(ends),
             route=route_of(ends[0]),
         )
 
@@ -182,6 +202,7 @@ class ChatReply:
         self.fingerprint = end.fingerprint or self.fingerprint
         chunk = self._chunk(index, {}, end.reason)
         told = {"timings": asdict(end.timings) | {"replays": end.replays}, "replays": end.replays}
+        told |= {"drafts": drafts_of([end]).model_dump()}
         return chunk | told | {"route": _as_json(route_of(end))}
 
     def usage_chunk(self, ends: Sequence[Finished]) -> dict[str, Any]:
@@ -189,10 +210,20 @@ class ChatReply:
         replays = sum(end.replays for end in ends)
         counted = {"choices": [], "usage": self._usage_of(ends).model_dump()}
         told = {"timings": timings | {"replays": replays}, "replays": replays}
+        told |= {"drafts": drafts_of(ends).model_dump()}
         return self._envelope() | counted | told | {"route": _as_json(route_of(ends[0]))}
 
     def _usage_of(self, ends: Sequence[Finished]) -> Usage:
-        return usage(ends[0].prompt_tokens, sum(end.completion_tokens for end in ends))
+        counted = usage(ends[0].prompt_tokens, sum(end.completion_tokens for end in ends))
+        drafts = drafts_of(ends)
+        details = CompletionTokensDetails(
+            accepted_prediction_tokens=drafts.accepted,
+            rejected_prediction_tokens=drafts.drafted - drafts.accepted,
+        )
+        cached = PromptTokensDetails(cached_tokens=min(end.cached_tokens for end in ends))
+        return counted.model_copy(
+            update={"completion_tokens_details": details, "prompt_tokens_details": cached}
+        )
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

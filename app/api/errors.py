@@ -149,6 +149,9 @@ def _from_network(error: RemoteError) -> ApiError:
             return unavailable(
                 "overloaded", f"a node is busy{where}", -(-error.retry_ms // 1000) or BUSY_RETRY_S
             )
+        case ErrorCode.NO_ROOM:
+            message = f"the nodes have room for {error.room} tokens of prompt and answer together{where}"
+            return ApiError(400, "context_length_exceeded", message, param="messages")
         case ErrorCode.NO_SLICE:
             return unavailable("no_route", f"a node no longer serves its layers{where}", ROUTE_RETRY_S)
         case ErrorCode.DEADLINE:

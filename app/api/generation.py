@@ -13,6 +13,7 @@ from typing import Any
 
 from app.api.errors import ApiError, invalid
 from app.api.protocol import ChatRequest
+from app.engine.drafts import DraftMode
 from app.engine.request import GenerationRequest, TextEngine
 from app.engine.route_options import ANY_ROUTE, RouteOptions
 from slicing.sampler import SamplingParams
@@ -25,6 +26,8 @@ async def plan_generation(
     *,
     deadline_s: float | None = None,
     route: RouteOptions = ANY_ROUTE,
+    draft: DraftMode = "auto",
+    tenant: bytes = b"",
 ) -> tuple[GenerationRequest, ...]:
     """Return one engine request per choice. Raises `ApiError` or `RequestError` for what does not fit the model."""
     sampling = sampling_params(asked, engine)
@@ -44,6 +47,9 @@ async def plan_generation(
         deadline_s=deadline_s,
         continues_text=asked.continues_text,
         route=route,
+        draft=draft,
+        tenant=tenant,
+        is_open_ended=not asked.token_limit,
     )
     return tuple(
         replace(first, request_id=f"{request_id}-{index}", sampling=replace(sampling, stream=index))

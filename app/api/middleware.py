@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, is_client_gone
-from app.api.scope import REQUEST_ID
+from app.api.scope import REQUEST_ID, TENANT
 from app.gateway import Gateway
 from app.settings import is_loopback_host, parse_ip
 
@@ -139,6 +139,7 @@ class ApiKeys:
         scheme, _, told = headers.get("authorization", "").partition(" ")
         key = told.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         hashed = _hash(key)
+        scope[TENANT] = hashed
         matches = [hmac.compare_digest(hashed, known) for known in self._hashes]  # all of them: constant time
         return any(matches)
 

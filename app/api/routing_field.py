@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.api.errors import invalid
 from app.api.messages import refuse
+from app.engine.drafts import DraftMode
 from app.engine.route_options import ID_DIGITS, MIN_DIGITS, RouteOptions
 from app.settings import MAX_AVOIDED, MAX_HOPS, MAX_PINNED
 
@@ -27,7 +28,9 @@ NodeName = Annotated[
 
 
 class RoutingField(BaseModel):
-    """Wishes for the route. Nodes are named by their id in hex digits, or the first 8 digits and more.
+    """Wishes for the route, and whether tokens are guessed ahead on it (`draft`).
+
+    Nodes are named by their id in hex digits, or the first 8 digits and more.
 
     Unlike elsewhere in the body, an unknown field is refused: it would be a wish that is not kept.
     """
@@ -38,6 +41,7 @@ class RoutingField(BaseModel):
     avoid: Annotated[list[NodeName] | None, Field(max_length=MAX_AVOIDED)] = None
     max_hops: Annotated[int | None, Field(ge=1, le=MAX_HOPS)] = None
     distinct_owners: bool | None = None
+    draft: DraftMode | None = None
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:

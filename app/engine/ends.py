@@ -1,142 +1,242 @@
 """The two ends of a model for one session, at home or on the first and last node.
 
-`LocalEnds` runs embedding, first and last layers, norm, head and sampler in the gateway; `RemoteEnds` sends token
-ids and takes shortlists or drawn ids. Both turn tokens into a step's payload and an answer into the next token.
-Knows nothing of links or text.
+`LocalEnds` runs embedding, first and last layers, norm, head and sampler in the gateway, together with those of the
+other answers (`ends_queue`); `RemoteEnds` sends token ids and takes shortlists or drawn ids. Both turn tokens into a
+step's payload and an answer into the next tokens. Knows nothing of links or text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 
+from app.engine.drafts import Drafter, kept_of
+from app.engine.ends_jobs import CloseRows, EndsSession, OpenRows, Turn
+from app.engine.ends_queue import EndsQueue
 from routing.errors import ErrorCode, ProtocolError, WorkError
-from routing.types import Answer, AnswerKind, Buffer, SliceSpec, Want, WireDtype
-from slicing.buffers import DTYPES, from_buffer, to_buffer
-from slicing.runner import PlainRunner
+from routing.types import Answer, AnswerKind, Buffer, Want, WireDtype
+from slicing.batch import Cache
+from slicing.kept_caches import Fork
 from slicing.sampler import Sampler, SamplingParams
 
 CANDIDATE = np.dtype([("id", "<u4"), ("logit", "<f4")])
 
 
 @dataclass(frozen=True, slots=True)
-class NextToken:
-    """A drawn token and the payload of the step that would follow it."""
+class Due:
+    """What an answered step was for: its drafts were `drafts`, and the first token to draw stands at `position`.
 
-    token_id: int
-    payload: Buffer = field(repr=False)
+    `may_draft`: the next step may carry drafts. `sharing`: answers that wait for each other's rows, this one included.
+    `num_stages`: the places that compute a step one after the other: nodes, or this one and a single node.
+    """
+
+    position: int
+    drafts: tuple[int, ...] = ()
+    may_draft: bool = False
+    sharing: int = 1
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens in their order, and the step that would follow them: it feeds the last one and `drafts` behind it."""
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    num_right: int  # of them were drafts
+    payload: Buffer = field(repr=False)  # empty where nothing can follow
+    drafts: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step that follows."""
+        return 1 + len(self.drafts)
 
 
 class Ends(Protocol):
-    """One session's ends. All methods compute: they run in the gateway's compute thread."""
+    """One session's ends."""
 
-    def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
+    @property
+    def local_s(self) -> float:
+        """What this answer's work took here, in seconds."""
+
+    async def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
         """The payload of a step that feeds `token_ids` at `position`."""
 
     def wanted(self, *, is_last_chunk: bool) -> tuple[Want, tuple[int, ...]]:
         """Which rows of a prefill chunk this end needs back."""
 
-    def take_chunk(self, answer: Answer, wire: WireDtype) -> None:
+    async def take_chunk(self, answer: Answer, wire: WireDtype) -> None:
         """Rows of a prefill chunk that is not the last: feed the last layers that are here."""
 
-    def next_token(
-        self, answer: Answer, position: int, wire_back: WireDtype, wire_out: WireDtype
-    ) -> NextToken:
-        """The token at `position`, drawn from the answer to the step before it."""
+    async def draw(self, answer: Answer, due: Due, wire_back: WireDtype, wire_out: WireDtype) -> Drawn:
+        """The tokens that the answer to a step yields: one, and one more for each of its drafts that was right."""
 
-    def close(self) -> None:
-        """Free keys and values."""
+    async def begin(self, fork: Fork, num_positions: int) -> None:
+        """Go on from what an earlier answer left here. Raises CannotRollBack."""
+
+    def release(self) -> tuple[Cache, ...]:
+        """Hand over the keys and values that are here, once nothing is computed any more; `close` all the same."""
+
+    async def close(self) -> None:
+        """Free keys and values. Never cancelled half way."""
 
 
 class LocalEnds:
     """Embedding and first K layers, last J layers, norm, head and sampler, in this process."""
 
     def __init__(
-        self, runner: PlainRunner, middle: SliceSpec, params: SamplingParams, prompt_ids: Sequence[int]
+        self,
+        queue: EndsQueue,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        drafter: Drafter,
+        stop_token_ids: frozenset[int] = frozenset(),
+        *,
+        tenant: Hashable = None,
     ) -> None:
-        self._runner = runner
-        self._middle = middle
-        self._opening = runner.new_cache()
-        self._closing = runner.new_cache()  # its own: the opening end runs one step ahead of the closing one
-        self._has_last_layers = middle.end < runner.num_layers
-        self._sampler = Sampler(params, runner.vocab_size, prompt_ids)
+        self._queue = queue
+        self._session = EndsSession(
+            queue.runner.new_cache(),
+            queue.runner.new_cache(),  # its own: the opening end runs one step ahead of the closing one
+            Sampler(params, queue.runner.vocab_size, prompt_ids),
+            drafter,
+            stop_token_ids,
+            tenant=tenant,
+        )
         self._is_closed = False
 
-    def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
-        rows = torch.tensor(list(token_ids), dtype=torch.int64)
-        hidden_states = self._runner.run_opening(self._opening, rows, position, end=self._middle.start)
-        return to_buffer(hidden_states, DTYPES[wire.name.lower()])
+    @property
+    def local_s(self) -> float:
+        return self._session.compute_s
+
+    async def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
+        job = OpenRows(self._session, self._queue.opening_lane, token_ids, position, wire)
+        await self._queue.run(job)
+        return job.payload
 
     def wanted(self, *, is_last_chunk: bool) -> tuple[Want, tuple[int, ...]]:
-        if self._has_last_layers:
+        if self._queue.has_last_layers:
             return Want.ALL, ()
         return (Want.LAST, ()) if is_last_chunk else (Want.LIST, ())
 
-    def take_chunk(self, answer: Answer, wire: WireDtype) -> None:
-        if self._has_last_layers:
-            self._close_rows(answer, wire, keep=())
+    async def take_chunk(self, answer: Answer, wire: WireDtype) -> None:
+        if self._queue.has_last_layers:
+            await self._queue.run(self._closing(answer, wire, answer.rows))
 
-    def next_token(
-        self, answer: Answer, position: int, wire_back: WireDtype, wire_out: WireDtype
-    ) -> NextToken:
-        logits = self._close_rows(answer, wire_back, keep=None)
-        token_id = self._sampler.sample(logits[-1], position)
-        self._sampler.observe(token_id)
-        if position >= self._runner.max_positions:
-            return NextToken(token_id, b"")
-        return NextToken(token_id, self.open_rows((token_id,), position, wire_out))
+    async def draw(self, answer: Answer, due: Due, wire_back: WireDtype, wire_out: WireDtype) -> Drawn:
+        self._session.num_stages = due.num_stages
+        answer = await self._feed_prompt(answer, due, wire_back)
+        turn = Turn(
+            self._session,
+            self._queue.turn_lane,
+            answer,
+            due.position,
+            due.drafts,
+            wire_back,
+            wire_out,
+            due.may_draft,
+            due.sharing,
+        )
+        await self._queue.run(turn)
+        return Drawn(tuple(turn.drawn), turn.num_right, turn.payload, turn.next_drafts)
 
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._opening.close()
-        self._closing.close()
+    async def begin(self, fork: Fork, num_positions: int) -> None:
+        await self._queue.begin(self._session, fork, num_positions)
 
-    def _close_rows(self, answer: Answer, wire: WireDtype, keep: Sequence[int] | None) -> torch.Tensor:
-        runner = self._runner
-        rows = from_buffer(answer.payload, DTYPES[wire.name.lower()], runner.hidden_size, dtype=runner.dtype)
-        if not bool(torch.isfinite(rows).all()):
-            raise WorkError(ErrorCode.COMPUTE, "the last node returned numbers that are not finite")
-        position = answer.position if self._has_last_layers else answer.position + answer.rows - rows.shape[0]
-        return runner.run_closing(self._closing, rows, position, start=self._middle.end, keep=keep)
+    def release(self) -> tuple[Cache, ...]:
+        return self._queue.release(self._session)
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.shield(asyncio.ensure_future(self._queue.free(self._session)))
+
+    async def _feed_prompt(self, answer: Answer, due: Due, wire: WireDtype) -> Answer:
+        """Run the last layers on what comes before the rows that are drawn for, in pieces where that may be."""
+        num_before = answer.rows - 1 - len(due.drafts)
+        if not (num_before and self._queue.runner.is_invariant):
+            return answer
+        row_bytes = len(answer.payload) // answer.rows
+        await self._queue.run(self._closing(answer, wire, num_before))
+        return _rows_from(answer, num_before, row_bytes)
+
+    def _closing(self, answer: Answer, wire: WireDtype, rows: int) -> CloseRows:
+        return CloseRows(self._session, self._queue.closing_lane, answer, wire, rows)
+
+
+def _rows_from(answer: Answer, first: int, row_bytes: int) -> Answer:
+    rest = memoryview(answer.payload)[first * row_bytes :]
+    return Answer(
+        answer.session_id,
+        answer.epoch,
+        answer.step,
+        answer.position + first,
+        answer.rows - first,
+        rest,
+        answer.kind,
+        answer.flags,
+        answer.traces,
+    )
 
 
 class RemoteEnds:
     """Thin mode: the first node embeds token ids, the last one draws; no weights here."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, vocab_size: int, drafter: Drafter, stop_token_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._vocab_size = vocab_size
+        self._drafter = drafter
+        self._stop_token_ids = stop_token_ids
 
-    def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
-        return np.asarray(token_ids, dtype="<i4").tobytes()
+    @property
+    def local_s(self) -> float:
+        return 0.0  # a few ids are packed
+
+    async def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
+        return _packed(token_ids)
 
     def wanted(self, *, is_last_chunk: bool) -> tuple[Want, tuple[int, ...]]:
         return (Want.LAST, ()) if is_last_chunk else (Want.LIST, ())
 
-    def take_chunk(self, answer: Answer, wire: WireDtype) -> None:
+    async def take_chunk(self, answer: Answer, wire: WireDtype) -> None:
         """Nothing is run here."""
 
-    def next_token(
-        self, answer: Answer, position: int, wire_back: WireDtype, wire_out: WireDtype
-    ) -> NextToken:
+    async def draw(self, answer: Answer, due: Due, wire_back: WireDtype, wire_out: WireDtype) -> Drawn:
+        """Keep what was drawn while it equals the drafts: from there on the last node saw other tokens."""
+        kept, num_right = kept_of(self._drawn(answer), due.drafts, self._stop_token_ids)
+        drafts = self._drafter.next(kept, num_right, is_allowed=due.may_draft, sharing=due.sharing)
+        return Drawn(tuple(kept), num_right, _packed((kept[-1], *drafts)), drafts)
+
+    async def begin(self, fork: Fork, num_positions: int) -> None:
+        """Nothing is held here."""
+
+    def release(self) -> tuple[Cache, ...]:
+        return ()
+
+    async def close(self) -> None:
+        """Nothing is held here."""
+
+    def _drawn(self, answer: Answer) -> list[int]:
+        """The token of each row. Raises WorkError or ProtocolError for what can be none."""
         if answer.kind is AnswerKind.CANDIDATES:
-            best = np.frombuffer(answer.payload, dtype=CANDIDATE)[0]
-            token_id = int(best["id"])
-            if not np.isfinite(best["logit"]):
+            best = np.frombuffer(answer.payload, dtype=CANDIDATE).reshape(answer.rows, -1)[:, 0]
+            token_ids: list[int] = best["id"].tolist()
+            if not np.isfinite(best["logit"]).all():
                 raise WorkError(ErrorCode.COMPUTE, "the last node returned numbers that are not finite")
         else:
-            token_id = int(np.frombuffer(answer.payload, dtype="<u4")[-1])
-        if token_id >= self._vocab_size:
+            token_ids = np.frombuffer(answer.payload, dtype="<u4").tolist()
+        if max(token_ids) >= self._vocab_size:
             raise ProtocolError(ErrorCode.MALFORMED, "the last node drew a token outside the vocabulary")
-        return NextToken(token_id, self.open_rows((token_id,), position, wire_out))
+        return token_ids
 
-    def close(self) -> None:
-        """Nothing is held here."""
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()
 
 
 def remote_sampling(params: SamplingParams, prompt_ids: Sequence[int]) -> dict[str, object]:

@@ -5,7 +5,7 @@ Computes in the caller's thread. Knows no network and no other model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -16,12 +16,15 @@ from app.engine.text import PREFILL_CHUNK
 from app.engine.tokenizer import ChatTokenizer, age_of
 from routing.errors import SettingsError
 from routing.types import SliceSpec, WireDtype
+from slicing.batch import Runner
 from slicing.buffers import DTYPES
 from slicing.checkpoint import Checkpoint
+from slicing.ends import Parts
+from slicing.load_runner import load_runner
 from slicing.miniature import check_cut
 from slicing.model_source import open_checkpoint
 from slicing.progress import Progress, no_progress
-from slicing.runner import Parts, PlainRunner, max_positions
+from slicing.runner import max_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,16 @@ class EndsSettings:
     local_layers: tuple[int, int] = (1, 0)
     wire: Literal["auto", "bf16"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["auto", "bf16", "fp32", "int8"] = "auto"  # see `slicing.load_runner`
+    runner: Literal["auto", "fast", "invariant", "plain"] = "auto"
     device: str = "cpu"
     threads: int = 1
     prefill_chunk: int = PREFILL_CHUNK
     max_positions: int | None = None
     cache_dir: Path | None = None
+    prefix_secret: bytes = field(
+        default=b"", repr=False
+    )  # of a fleet; b"": this gateway's own, made at each start
 
     @property
     def is_thin(self) -> bool:
@@ -83,7 +91,7 @@ def look_up(
 
 def load_ends(
     found: LookedUp, settings: EndsSettings, progress: Progress = no_progress
-) -> tuple[PlainRunner | None, ChatTokenizer]:
+) -> tuple[Runner | None, ChatTokenizer]:
     """Load the tokenizer and, unless thin, the weights of the ends. Raises ModelError (CannotCut too), LoadStopped."""
     check_cut(found.checkpoint.config)
     tokenizer = ChatTokenizer.load(found.checkpoint.folder)
@@ -92,8 +100,16 @@ def load_ends(
     middle, num_layers = found.middle, found.facts.num_layers
     held = tuple(part for part in ((0, middle.start), (middle.end, num_layers)) if part[0] < part[1])
     parts = Parts(layers=held, opening=True, closing=True)
-    dtype = _compute_dtype(settings, found.checkpoint)
-    runner = PlainRunner.load(found.checkpoint, parts, dtype=dtype, device=settings.device, progress=progress)
+    runner = load_runner(
+        found.checkpoint,
+        parts,
+        runner=settings.runner,
+        weights=settings.weights,
+        dtype=_compute_dtype(settings, found.checkpoint),
+        device=settings.device,
+        threads=settings.threads,
+        progress=progress,
+    )
     runner.widen_head()
     return runner, tokenizer
 

@@ -15,7 +15,7 @@ from routing.directory import LiveDirectory
 from routing.identity import Identity
 from routing.network import Network, NetworkSettings
 from routing.switchboard import Switchboard
-from routing.types import Answer, Capabilities, Failure, NodeAddress, NodeId, Resumed, Standing
+from routing.types import Answer, Capabilities, Failure, NodeAddress, NodeId, Opened, Resumed, Standing
 
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
 
@@ -74,7 +74,7 @@ async def open_network(settings: MemberSettings) -> AsyncIterator[JoinedNetwork]
     )
     switchboard = Switchboard()
     switchboard.connect(network.endpoint, network.directory)
-    network.dispatcher.add(switchboard, (Answer, Failure, Resumed, Standing))
+    network.dispatcher.add(switchboard, (Answer, Failure, Opened, Resumed, Standing))
     network.directory.in_use = switchboard.is_in_use
     async with network.running():
         try:

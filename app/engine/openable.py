@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,12 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.engine.coverage import Coverage, route_request
+from app.engine.ends_queue import EndsQueue
 from app.engine.model import EndsSettings, LookedUp, load_ends
+from app.engine.prefix import PrefixCache
 from app.engine.request import KnownModel, ModelStatus, ModelUnavailableError
 from app.engine.text import ChainTextEngine
 from routing.errors import SettingsError
 from routing.switchboard import Switchboard
-from routing.types import NodeId, NodeRecord
+from routing.types import NodeId, NodeRecord, SliceSpec
 from slicing.errors import ModelError
 from slicing.miniature import CannotCut
 from slicing.progress import Progress, StoppableProgress, no_progress
@@ -67,8 +70,9 @@ class OpenableModel:
         )
         self._opening: asyncio.Task[ChainTextEngine] | None = None
         self._progress = StoppableProgress(no_progress)
-        self._compute: ThreadPoolExecutor | None = None
+        self._ends: EndsQueue | None = None
         self._failure: _Failure | None = None
+        self._prefixes: PrefixCache | None = None
 
     @property
     def is_opening(self) -> bool:
@@ -84,6 +88,8 @@ class OpenableModel:
             self.found.created,
             facts.max_positions,
             is_listed=self.is_named or covered.is_ready,
+            ends=None if self._ends is None else self._ends.counts,
+            prefixes=None if self._prefixes is None else self._prefixes.counts,
         )
 
     async def open(self, progress: Progress = no_progress) -> ChainTextEngine:
@@ -108,9 +114,12 @@ class OpenableModel:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
         self.engine = None
-        if (compute := self._compute) is not None:
-            self._compute = None
-            await asyncio.to_thread(compute.shutdown, wait=True, cancel_futures=True)
+        if (ends := self._ends) is not None:
+            self._ends = None
+            await ends.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
+            self._prefixes = None
 
     async def _open(self) -> ChainTextEngine:
         loop = asyncio.get_running_loop()
@@ -124,19 +133,32 @@ class OpenableModel:
         finally:
             self._opening = None
         self.load_s = loop.time() - begun
-        self._compute = compute_thread("ends", self._settings.threads)
+        if runner is not None:
+            self._ends = EndsQueue(runner, self.found.middle)
+            await self._ends.use_threads(self._settings.threads)
         self.engine = ChainTextEngine(
             self.found.facts,
             tokenizer,
             self._switchboard,
-            self._compute,
-            runner,
+            self._ends,
             self.found.middle,
             wire=self._settings.wire_dtype,
             prefill_chunk=self._settings.prefill_chunk,
             excluded=self._excluded,
+            prefixes=self._new_prefixes(),
         )
         return self.engine
+
+    def _new_prefixes(self) -> PrefixCache:
+        """What earlier answers left; an empty one for each time that the ends are opened."""
+        secret = self._settings.prefix_secret
+        self._prefixes = PrefixCache(
+            secret or secrets.token_bytes(32),
+            self.found.facts.digest,
+            has_ends=self.found.middle != SliceSpec(0, self.found.facts.num_layers),
+            guesses=bool(secret),
+        )
+        return self._prefixes
 
     def _status(self, whole: ModelStatus) -> ModelStatus:
         """The status of a model that has a whole route."""

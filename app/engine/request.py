@@ -10,10 +10,13 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from app.engine.drafts import DraftMode
 from app.engine.route_options import ANY_ROUTE, RouteOptions
 
 if TYPE_CHECKING:
+    from app.engine.prefix import PrefixCounts
     from app.engine.tokenizer import ChatTokenizer
+    from slicing.batching import BatchCounts
     from slicing.sampler import SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -67,6 +70,13 @@ class GenerationRequest:
     deadline_s: float | None = None
     continues_text: bool = False
     route: RouteOptions = ANY_ROUTE
+    tenant: bytes = field(
+        default=b"", repr=False
+    )  # whose prompts may share what was computed: a digest of the key
+    is_open_ended: bool = (
+        False  # the caller did not say how long the answer may become: `max_tokens` is all there is
+    )
+    draft: DraftMode = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +144,10 @@ class Finished:
     replays: int = 0
     fingerprint: str = ""
     route: tuple[RouteHop, ...] = ()
+    drafted: int = 0  # tokens that were guessed ahead, see `app.engine.drafts`
+    accepted: int = 0  # of them are part of the answer
+    cached_tokens: int = 0  # of the prompt: held from an earlier answer, not computed again
+    draft_off: str = ""  # why there could be no drafts, where they were asked for
 
 
 GenerationEvent = Admitted | PrefillProgress | TextDelta | Finished
@@ -173,6 +187,8 @@ class KnownModel:
     created: int  # Unix seconds
     max_positions: int
     is_listed: bool = True
+    ends: BatchCounts | None = None  # what its ends computed, while they are here
+    prefixes: PrefixCounts | None = None  # what is kept of its answers, while it is open
 
 
 class Library(Protocol):

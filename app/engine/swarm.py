@@ -48,6 +48,8 @@ class SwarmSettings:
     token: bytes = field(default=b"", repr=False)
     pad: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["auto", "bf16", "fp32", "int8"] = "auto"
+    runner: Literal["auto", "fast", "invariant", "plain"] = "auto"
     device: str = "cpu"
     threads: int = 1
     prefill_chunk: int = PREFILL_CHUNK
@@ -75,6 +77,8 @@ class SwarmSettings:
             local_layers=self.local_layers,
             wire=self.wire,
             dtype=self.dtype,
+            weights=self.weights,
+            runner=self.runner,
             device=self.device,
             threads=self.threads,
             prefill_chunk=self.prefill_chunk,

@@ -5,18 +5,19 @@ The main loop of the gateway. Knows tokens and text; leaves routes and replays t
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from app.engine.coverage import ModelFacts, route_request
-from app.engine.ends import Ends, LocalEnds, NextToken, RemoteEnds, remote_sampling
+from app.engine.drafts import Drafter, TripCosts
+from app.engine.ends import Drawn, Due, Ends, LocalEnds, RemoteEnds, remote_sampling
+from app.engine.ends_queue import EndsQueue
+from app.engine.invariance import grouping_matters
+from app.engine.prefix import AnswerBeginning, PrefixCache
 from app.engine.request import (
     Admitted,
     Finished,
@@ -37,15 +38,14 @@ from routing.opening import ChainOptions
 from routing.recorded import RecordedStep
 from routing.switchboard import Switchboard
 from routing.types import Answer, NodeId, Route, SliceSpec, Want, WireDtype
-from slicing.runner import PlainRunner
 
 PREFILL_CHUNK = (
     512  # rows per step: chunks of 128 and more cost at most 6 % over whole (performance.md, section 7)
 )
 PREFILL_WINDOW = 4  # chunks that travel at once, so that every stage of a usual route has one
-
-
-Result = TypeVar("Result")
+# Memory is set aside for the whole of an answer whose length the caller bounded; else for a usual one, and more as it
+# grows: most answers end by themselves long before the model's last position.
+USUAL_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -57,14 +57,25 @@ class _Progress:
     chain: Chain = field(repr=False)
     text: AnswerText = field(repr=False)
     started: float
+    first_position: int = 0  # of the prompt, before which everything is held from an earlier answer
     first_token_at: float = 0.0
     num_generated: int = 0
-    local_s: float = 0.0
+    generated: list[int] = field(default_factory=list, repr=False)
+    drafted: int = 0  # tokens sent as drafts
+    accepted: int = 0  # of them part of the answer
+    trip_from: float = 0.0  # when the step under way went out
+    local_before_s: float = 0.0  # `ends.local_s` at that moment
+    replays_before: int = 0
 
     @property
     def position(self) -> int:
         """Where the next token goes."""
         return len(self.request.prompt_ids) + self.num_generated
+
+    def trip(self, answer: Answer) -> tuple[float, float]:
+        """How long the trip took that this answer and its turn end, and how long of it somebody computed."""
+        local_s = self.ends.local_s - self.local_before_s
+        return time.perf_counter() - self.trip_from, _nodes_s(answer) + local_s
 
     @property
     def time_left_s(self) -> float | None:
@@ -75,39 +86,43 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """A step and what came back for it."""
+    """A step, the drafts it carried, and what came back for it."""
 
     sent: RecordedStep
     answer: Answer = field(repr=False)
+    drafts: tuple[int, ...] = field(default=(), repr=False)
 
 
 class ChainTextEngine:
-    """A TextEngine over a chain of nodes. `runner` is None in the thin mode; `excluded` nodes are never used."""
+    """A TextEngine over a chain of nodes. `ends` is None in the thin mode; `excluded` nodes are never used."""
 
     def __init__(
         self,
         facts: ModelFacts,
         tokenizer: ChatTokenizer,
         switchboard: Switchboard,
-        compute: Executor,
-        runner: PlainRunner | None,
+        ends: EndsQueue | None,
         middle: SliceSpec,
         *,
         wire: WireDtype | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         excluded: frozenset[NodeId] = frozenset(),
+        prefixes: PrefixCache | None = None,
     ) -> None:
+        """`prefixes`: what is held of earlier answers; used where own layers compute the same in any row group."""
+        self._prefixes = prefixes if ends is None or ends.runner.is_invariant else None
+        self._tenants = prefixes.beginnings if prefixes is not None else None
         self._facts = facts
         self._tokenizer = tokenizer
         self._switchboard = switchboard
-        self._compute = compute
-        self._runner = runner
+        self._ends = ends
         self._middle = middle
         self._wire = wire
         self._prefill_chunk = prefill_chunk
         self._routes = Routes(
-            switchboard, route_request(facts, middle, is_thin=runner is None, excluded=excluded)
+            switchboard, route_request(facts, middle, is_thin=ends is None, excluded=excluded)
         )
+        self._costs = TripCosts()
         self.num_running = 0  # answers
 
     @property
@@ -136,13 +151,17 @@ class ChainTextEngine:
         continued_ids = request.prompt_ids if request.continues_text else ()
         text = self._tokenizer.answer_text(request.stop, continued_ids=continued_ids)
         ends = self._new_ends(request)
+        beginning = self._beginning(request)
         chain: Chain | None = None
+        is_finished = False
         self.num_running += 1
         try:
             chain = await self._switchboard.open_chain(
-                asked, self._chain_options(request), deadline_s=request.deadline_s
+                asked, self._chain_options(request), deadline_s=request.deadline_s, beginning=beginning
             )
-            progress = _Progress(request, ends, chain, text, started)
+            progress = _Progress(request, ends, chain, text, started, first_position=chain.num_held)
+            if beginning is not None:
+                await beginning.take(ends, chain.num_held)
             yield Admitted(len(request.prompt_ids), self._fingerprint(chain.route))
             returned: _Returned | None = None
             async with aclosing(self._prefill(progress)) as chunks:
@@ -151,15 +170,23 @@ class ChainTextEngine:
             assert returned is not None
             async with aclosing(self._decode(progress, returned)) as events:
                 async for event in events:
+                    if isinstance(event, Finished):
+                        is_finished = True
+                        if beginning is not None:
+                            beginning.note_answer(progress.generated)
                     yield event
         except NoRouteError as error:
             raise self._routes.blamed(error, request.route) from None
+        except WorkError as error:
+            raise self._no_room(error, request) from None
         finally:
             self.num_running -= 1
-            if chain is not None:
-                await chain.close()
-            closing = asyncio.get_running_loop().run_in_executor(self._compute, ends.close)
-            await asyncio.shield(closing)  # behind what still computes, however often we are cancelled
+            is_kept = chain is not None and await chain.close(keeps=is_finished)
+            try:
+                if beginning is not None:
+                    await beginning.close(ends, chain.route if chain else None, is_kept=is_kept)
+            finally:
+                await ends.close()
 
     # Prefill --------------------------------------------------------------------------------------------------
 
@@ -167,7 +194,7 @@ class ChainTextEngine:
         """Send the prompt in chunks, several at once; yield each with its answer."""
         prompt, size = progress.request.prompt_ids, self._prefill_chunk
         in_flight: deque[RecordedStep] = deque()
-        for start in range(0, len(prompt), size):
+        for start in range(progress.first_position, len(prompt), size):
             chunk = prompt[start : start + size]
             in_flight.append(await self._send_chunk(progress, chunk, start))
             if len(in_flight) == PREFILL_WINDOW:
@@ -177,7 +204,7 @@ class ChainTextEngine:
 
     async def _send_chunk(self, progress: _Progress, chunk: Sequence[int], start: int) -> RecordedStep:
         chain, ends, wire = progress.chain, progress.ends, progress.chain.first_wire
-        payload = await self._timed(progress, lambda: ends.open_rows(chunk, start, wire))
+        payload = await ends.open_rows(chunk, start, wire)
         is_last = start + len(chunk) == len(progress.request.prompt_ids)
         want, rows = ends.wanted(is_last_chunk=is_last)
         return await chain.send(
@@ -191,9 +218,10 @@ class ChainTextEngine:
 
     async def _take_chunk(self, progress: _Progress, sent: RecordedStep) -> _Returned:
         answer = await progress.chain.answer(sent, deadline_s=progress.time_left_s)
+        self._costs.note_chunk(sent.rows, _nodes_s(answer))
         is_last = sent.end == len(progress.request.prompt_ids)
         if not is_last and sent.want is Want.ALL:
-            await self._timed(progress, lambda: progress.ends.take_chunk(answer, sent.wire_back))
+            await progress.ends.take_chunk(answer, sent.wire_back)
         return _Returned(sent, answer)
 
     # Decode ---------------------------------------------------------------------------------------------------
@@ -201,38 +229,72 @@ class ChainTextEngine:
     async def _decode(
         self, progress: _Progress, returned: _Returned
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """One token per turn: draw it, send its step, hand out its text, wait for the answer."""
+        """A turn: draw, send the next step, hand out the text, wait. One token, and one more for each right draft."""
         chain = progress.chain
         while True:
             drawn = await self._draw(progress, returned)
+            num_before = progress.num_generated
             reason, text = self._judge(progress, drawn)
+            num_tokens = progress.num_generated - num_before
             if reason is not None:
-                yield TextDelta(text)
+                yield TextDelta(text, num_tokens)
                 yield self._finished(progress, reason)
                 return
-            sent = await chain.send(
-                drawn.payload, position=progress.position - 1, rows=1, deadline_s=progress.time_left_s
-            )
-            yield TextDelta(text, timings=_timings(progress))
-            returned = _Returned(sent, await chain.answer(sent, deadline_s=progress.time_left_s))
+            sent = await self._send_drawn(progress, drawn)
+            yield TextDelta(text, num_tokens, timings=_timings(progress))
+            answer = await chain.answer(sent, deadline_s=progress.time_left_s)
+            returned = _Returned(sent, answer, drawn.drafts)
 
-    async def _draw(self, progress: _Progress, returned: _Returned) -> NextToken:
-        ends, position, wire_out = progress.ends, progress.position, progress.chain.first_wire
-        answer, wire_back = returned.answer, returned.sent.wire_back
-        drawn = await self._timed(progress, lambda: ends.next_token(answer, position, wire_back, wire_out))
-        progress.num_generated += 1
-        if progress.num_generated == 1:
+    async def _draw(self, progress: _Progress, returned: _Returned) -> Drawn:
+        chain, route = progress.chain, progress.chain.route
+        due = Due(
+            progress.position,
+            returned.drafts,
+            may_draft=not grouping_matters(route, self._ends.runner if self._ends else None),
+            sharing=self.num_running,
+            num_stages=max(2, len(route.hops) if route else 0),
+        )
+        drawn = await progress.ends.draw(returned.answer, due, returned.sent.wire_back, chain.first_wire)
+        if progress.num_generated == 0:
             progress.first_token_at = time.perf_counter()
+        elif chain.replays == progress.replays_before:  # else the trip tells nothing of what a row costs
+            self._costs.note(returned.sent.rows, *progress.trip(returned.answer))
         if progress.time_left_s == 0.0:
             raise WorkError(ErrorCode.DEADLINE, "the answer took longer than its deadline")
         return drawn
 
-    def _judge(self, progress: _Progress, drawn: NextToken) -> tuple[FinishReason | None, str]:
-        """Whether the answer ends with this token, and the text that is final because of it."""
+    async def _send_drawn(self, progress: _Progress, drawn: Drawn) -> RecordedStep:
+        """Send the step that follows; where it lies below rows that were drafted wrongly, it overwrites them."""
+        chain = progress.chain
+        progress.drafted += len(drawn.drafts)
+        progress.trip_from = time.perf_counter()
+        progress.local_before_s, progress.replays_before = progress.ends.local_s, chain.replays
+        return await chain.send(
+            drawn.payload,
+            position=progress.position - 1,
+            rows=drawn.rows,
+            want=Want.ALL if drawn.drafts else Want.LAST,
+            deadline_s=progress.time_left_s,
+        )
+
+    def _judge(self, progress: _Progress, drawn: Drawn) -> tuple[FinishReason | None, str]:
+        """Take tokens until one ends the answer; why it ends, if it does, and the text that is final by now."""
+        pieces: list[str] = []
+        for number, token_id in enumerate(drawn.token_ids):
+            progress.num_generated += 1
+            progress.generated.append(token_id)
+            progress.accepted += number < drawn.num_right
+            reason, text = self._judge_token(progress, token_id)
+            pieces.append(text)
+            if reason is not None:
+                return reason, "".join(pieces)
+        return None, "".join(pieces)
+
+    def _judge_token(self, progress: _Progress, token_id: int) -> tuple[FinishReason | None, str]:
         request, text = progress.request, progress.text
-        if drawn.token_id in request.stop_token_ids:
+        if token_id in request.stop_token_ids:
             return "stop", text.finish()
-        final = text.push(drawn.token_id)
+        final = text.push(token_id)
         if text.is_stopped:
             return "stop", final
         if progress.num_generated >= request.max_tokens or progress.position >= self._facts.max_positions:
@@ -257,19 +319,56 @@ class ChainTextEngine:
             )
 
     def _new_ends(self, request: GenerationRequest) -> Ends:
-        if self._runner is None:
-            return RemoteEnds(self._facts.vocab_size)
-        return LocalEnds(self._runner, self._middle, request.sampling, request.prompt_ids)
+        drafter = Drafter(request.draft, self._costs, request.prompt_ids, self._end_position(request))
+        if self._ends is None:
+            return RemoteEnds(self._facts.vocab_size, drafter, request.stop_token_ids)
+        return LocalEnds(
+            self._ends,
+            request.sampling,
+            request.prompt_ids,
+            drafter,
+            request.stop_token_ids,
+            tenant=request.tenant,
+        )
+
+    def _beginning(self, request: GenerationRequest) -> AnswerBeginning | None:
+        if self._prefixes is None:
+            return None
+        return self._prefixes.begin(request.prompt_ids, request.tenant, lambda: self._new_ends(request))
+
+    def _no_room(self, error: WorkError, request: GenerationRequest) -> Exception:
+        """Name the numbers where nodes can never hold so much."""
+        if error.code is not ErrorCode.NO_ROOM:
+            return error
+        prompt, asked = len(request.prompt_ids), self._room(request)
+        text = (
+            f"This model's maximum context length is {error.room} tokens here, which is what its nodes have room for, "
+            f"but the messages have {prompt} tokens and {asked} are needed with the answer. "
+            "Please reduce the length of the messages or max_tokens."
+        )
+        return RequestError("messages", "context_length_exceeded", text)
+
+    def _room(self, request: GenerationRequest) -> int:
+        """Positions that nodes set memory aside for before anything is computed."""
+        usual = len(request.prompt_ids) + USUAL_TOKENS
+        end = self._end_position(request)
+        return min(usual, end) if request.is_open_ended else end
+
+    def _end_position(self, request: GenerationRequest) -> int:
+        return min(len(request.prompt_ids) + request.max_tokens, self._facts.max_positions)
 
     def _chain_options(self, request: GenerationRequest) -> ChainOptions:
-        is_thin = self._runner is None
+        is_thin = self._ends is None
         return ChainOptions(
-            max_positions=min(len(request.prompt_ids) + request.max_tokens, self._facts.max_positions),
+            max_positions=self._end_position(request),
             wire=self._wire,
             hidden_size=self._facts.hidden_size,
             takes_token_ids=is_thin,
             runs_closing=is_thin,
             sampling=remote_sampling(request.sampling, request.prompt_ids) if is_thin else None,
+            tenant=self._tenants.tag(request.tenant) if self._tenants else b"",
+            room=self._room(request),
+            confirms=len(request.prompt_ids) > self._prefill_chunk,
         )
 
     def _finished(self, progress: _Progress, reason: FinishReason) -> Finished:
@@ -281,31 +380,30 @@ class ChainTextEngine:
             replays=progress.chain.replays,
             fingerprint=self._fingerprint(progress.chain.route),
             route=self._routes.taken(progress.chain.route),
+            drafted=progress.drafted,
+            accepted=progress.accepted,
+            cached_tokens=progress.first_position,
+            draft_off=self._why_no_drafts(progress),
         )
+
+    def _why_no_drafts(self, progress: _Progress) -> str:
+        """Why an answer that could have had drafts had none; empty where there may have been some."""
+        if progress.request.draft == "off":
+            return ""
+        return grouping_matters(progress.chain.route, self._ends.runner if self._ends else None)
 
     def _fingerprint(self, route: Route | None) -> str:
         """Names weights and forms: equal fingerprint and seed, equal text."""
         forms = sorted({f"{hop.offer.form}/{hop.offer.dtype.name}" for hop in route.hops}) if route else []
-        ends = "thin" if self._runner is None else self._runner.form
+        ends = "thin" if self._ends is None else self._ends.runner.form
         wire = self._wire.name if self._wire else "compute"
         text = "|".join([self._facts.digest.hex(), ends, wire, *forms])
         return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    async def _timed(self, progress: _Progress, work: Callable[[], Result]) -> Result:
-        def timed() -> Result:  # in the thread: waiting behind other answers is not this one's work
-            begun = time.perf_counter()
-            try:
-                return work()
-            finally:
-                progress.local_s += time.perf_counter() - begun
 
-        return await self._run(timed)
-
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        """Compute off the loop; the ends of the thin mode pack a few ids, which two wake-ups would not be worth."""
-        if self._runner is None:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+def _nodes_s(answer: Answer) -> float:
+    """What the nodes computed for it, by what they tell."""
+    return sum(trace.compute_us for trace in answer.traces) / 1e6
 
 
 def _timings(progress: _Progress) -> Timings:
@@ -321,5 +419,5 @@ def _timings(progress: _Progress) -> Timings:
         network_s=times.network_s,
         crypto_s=times.crypto_s,
         queue_s=times.queue_s,
-        local_s=progress.local_s,
+        local_s=progress.ends.local_s,
     )

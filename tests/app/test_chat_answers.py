@@ -47,8 +47,25 @@ async def test_usage_counts_tokens_in_detail(served: Served, scripted: ScriptedE
         "completion_tokens": num_answer,
         "total_tokens": num_prompt + num_answer,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
+
+
+async def test_tokens_guessed_ahead_are_told_in_usage_and_counted(
+    served: Served, scripted: ScriptedEngine
+) -> None:
+    scripted.drafts = (9, 7)
+    answer = (await served.ask(n=2)).json()
+    details = answer["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (14, 4)
+    assert answer["drafts"] == {"drafted": 18, "accepted": 14, "off": None}
+    metrics = (await served.http.get("/metrics")).text
+    assert 'diffuse_drafted_tokens_total{model="scripted"} 18.0' in metrics
+    assert 'diffuse_accepted_draft_tokens_total{model="scripted"} 14.0' in metrics
 
 
 async def test_where_the_time_went_stands_beside_usage_and_in_headers(served: Served) -> None:

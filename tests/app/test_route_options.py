@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -80,6 +79,8 @@ async def test_the_official_client_sends_them_as_an_extra(served: Served, script
         ({"max_hops": True}, "diffuse.max_hops"),
         ({"max_hops": "3"}, "diffuse.max_hops"),
         ({"distinct_owners": 1}, "diffuse.distinct_owners"),
+        ({"draft": "yes"}, "diffuse.draft"),
+        ({"draft": True}, "diffuse.draft"),
         ({"pin": [A], "avoid": [A]}, "diffuse.pin"),
         ({"pin": [A, B], "max_hops": 1}, "diffuse.max_hops"),
         ({"distinct_owners": True, "max_hops": 1}, "diffuse.max_hops"),
@@ -106,6 +107,18 @@ async def test_a_request_goes_before_the_gateways_own_wishes(serve: Serve, scrip
         assert scripted.requests[-1].route == RouteOptions((), (), 5, True)
         nonsense = await served.ask(diffuse={"max_hops": 1})
     assert (nonsense.status_code, nonsense.json()["error"]["param"]) == (400, "diffuse.max_hops")
+
+
+async def test_drafts_are_the_requests_choice_then_the_gateways(
+    serve: Serve, scripted: ScriptedEngine
+) -> None:
+    async with serve() as served:
+        await served.ask()
+    async with serve(draft="off") as served:
+        await served.ask()
+        await served.ask(diffuse={"max_hops": 5})
+        await served.ask(diffuse={"draft": "lookup"})
+    assert [request.draft for request in scripted.requests] == ["auto", "off", "off", "lookup"]
 
 
 def test_wishes_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +156,8 @@ async def asked_of_the_planner(
     object.__setattr__(twins[1].address, "node_id", twins[1].address.node_id[:-1] + b"\x07")
     directory.now_holds(node(1, offer(DIGEST, 0, 2)), node(2, offer(DIGEST, 2, 4)), *twins)
     facts = ModelFacts("tiny", DIGEST, 4, 32, 400, 64)
-    with ThreadPoolExecutor(1) as compute:
-        engine = ChainTextEngine(
-            facts, tokenizer, network.switchboard, compute, None, SliceSpec(0, 4), excluded=avoided
-        )
-        return engine._routes.asked(options)
+    engine = ChainTextEngine(facts, tokenizer, network.switchboard, None, SliceSpec(0, 4), excluded=avoided)
+    return engine._routes.asked(options)
 
 
 async def test_beginnings_become_ids(tokenizer: ChatTokenizer) -> None:
@@ -197,13 +207,12 @@ async def test_a_wish_that_cannot_be_met_now_is_refused_before_anything_is_opene
     request = GenerationRequest(
         "r", "tiny", (5, 6), SamplingParams(), 4, route=RouteOptions(pin=("deadbeef",))
     )
-    with ThreadPoolExecutor(1) as compute:
-        facts = ModelFacts("tiny", DIGEST, 4, 32, 400, 64)
-        engine = ChainTextEngine(facts, tokenizer, network.switchboard, compute, None, SliceSpec(0, 4))
-        async with aclosing(engine.generate(request)) as events:
-            with pytest.raises(ModelUnavailableError, match="deadbeef"):
-                await anext(events)
-        assert engine.num_running == 0
+    facts = ModelFacts("tiny", DIGEST, 4, 32, 400, 64)
+    engine = ChainTextEngine(facts, tokenizer, network.switchboard, None, SliceSpec(0, 4))
+    async with aclosing(engine.generate(request)) as events:
+        with pytest.raises(ModelUnavailableError, match="deadbeef"):
+            await anext(events)
+    assert engine.num_running == 0
 
 
 # What comes back ----------------------------------------------------------------------------------------------
@@ -260,14 +269,13 @@ async def test_options_that_leave_no_route_are_blamed(
         node(1, offer(DIGEST, 0, 2, holds_ends=True)), node(2, offer(DIGEST, 2, 4, holds_ends=True))
     )
     request = GenerationRequest("r", "tiny", (5, 6), SamplingParams(), 4, route=wishes)
-    with ThreadPoolExecutor(1) as compute:
-        facts = ModelFacts("tiny", DIGEST, 4, 32, 400, 64)
-        engine = ChainTextEngine(facts, tokenizer, network.switchboard, compute, None, SliceSpec(0, 4))
-        async with aclosing(engine.generate(request)) as events:
-            with pytest.raises(ModelUnavailableError, match="it was asked for with") as refused:
-                await anext(events)
-            assert refused.value.param == param
-        directory.now_holds()
-        async with aclosing(engine.generate(replace(request, route=RouteOptions(max_hops=2)))) as events:
-            with pytest.raises(NoRouteError, match="no node serves layers 0:4"):
-                await anext(events)
+    facts = ModelFacts("tiny", DIGEST, 4, 32, 400, 64)
+    engine = ChainTextEngine(facts, tokenizer, network.switchboard, None, SliceSpec(0, 4))
+    async with aclosing(engine.generate(request)) as events:
+        with pytest.raises(ModelUnavailableError, match="it was asked for with") as refused:
+            await anext(events)
+        assert refused.value.param == param
+    directory.now_holds()
+    async with aclosing(engine.generate(replace(request, route=RouteOptions(max_hops=2)))) as events:
+        with pytest.raises(NoRouteError, match="no node serves layers 0:4"):
+            await anext(events)

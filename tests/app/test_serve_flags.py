@@ -118,3 +118,15 @@ def test_how_it_joins_is_said_by_flags(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert again.identity.node_id == member.identity.node_id
     assert again.network_id != member.network_id
     assert start(monkeypatch, "--node", NODE).member.identity is None, "one for once"
+
+
+def test_drafts_and_the_form_of_the_ends_are_chosen_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = start(monkeypatch, "--node", NODE)
+    assert (plain.gateway.draft, plain.library.ends.weights, plain.library.ends.runner) == ("auto",) * 3
+    chosen = start(
+        monkeypatch, "--node", NODE, "--draft", "off", "--weights", "int8", "--runner", "invariant"
+    )
+    assert chosen.gateway.draft == "off"
+    assert (chosen.library.ends.weights, chosen.library.ends.runner) == ("int8", "invariant")
+    monkeypatch.setenv("DIFFUSE_DRAFT", "lookup")
+    assert start(monkeypatch, "--node", NODE).gateway.draft == "lookup"

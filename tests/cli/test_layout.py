@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.failures import CommandError
-from cli.layout import plan_nodes
+from cli.layout import plan_nodes, threads_each
 
 
 def test_layers_that_stay_at_home_are_not_given_away() -> None:
@@ -41,3 +41,11 @@ def test_slices_are_even_and_leave_no_gap(layers: int, nodes: int, first: int, l
     assert max(sizes) - min(sizes) <= 1
     assert all(before.end == after.start for before, after in pairwise(plans))
     assert (plans[0].start, plans[-1].end) == ((0, layers) if thin else (first, layers - last))
+
+
+@pytest.mark.parametrize(("cores", "processes", "threads"), [(2, 4, 1), (8, 4, 2), (15, 4, 3), (1, 1, 1)])
+def test_processes_share_the_cores_without_outnumbering_them(
+    cores: int, processes: int, threads: int
+) -> None:
+    assert threads_each(processes, cores) == threads
+    assert threads_each(processes) >= 1

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.membership import network_id, read_allow_list, read_membership, read_psks, read_token
+from cli.membership import (
+    network_id,
+    read_allow_list,
+    read_membership,
+    read_prefix_secret,
+    read_psks,
+    read_token,
+)
 from routing.errors import SettingsError
 from routing.guest_token import format_guest_token, sign_guest_token
 from routing.identity import Identity
@@ -29,6 +36,16 @@ def test_a_secret_is_raw_bytes_or_hex_digits(tmp_path: Path) -> None:
     secret = bytes(range(32))
     assert read_psks(private(tmp_path / "raw", secret)) == (secret,)
     assert read_psks(private(tmp_path / "hex", secret.hex().encode() + b"\n")) == (secret,)
+
+
+def test_gateways_of_a_fleet_read_one_secret(tmp_path: Path) -> None:
+    secret = bytes(range(32))
+    assert read_prefix_secret(None) == b""
+    assert read_prefix_secret(private(tmp_path / "raw", secret)) == secret
+    assert read_prefix_secret(private(tmp_path / "hex", secret.hex().encode())) == secret
+    for content in (b"", b"short", b"\n".join([b"ab" * 32] * 2)):
+        with pytest.raises(SettingsError, match="does not hold 32 bytes"):
+            read_prefix_secret(private(tmp_path / "wrong", content))
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 64, b"ab" * 33, b"\n".join([b"ab" * 32] * 3)])

@@ -21,7 +21,12 @@ def test_json_prints_text_usage_and_timings_as_one_object(diffuse: Diffuse, gate
     result = diffuse("query", "--prompt", "Hi", "--url", gateway.url, "--json")
     told = json.loads(result.stdout)
     assert told["text"] == "Hello."
-    assert told["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert told["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+    }
     assert told["timings"]["network_s"] == 0.1
     assert told["model"] == "tiny"
 
@@ -29,6 +34,7 @@ def test_json_prints_text_usage_and_timings_as_one_object(diffuse: Diffuse, gate
 def test_what_was_asked_reaches_the_gateway(diffuse: Diffuse, gateway: FakeGateway) -> None:
     gateway.says("ok")
     options = ["--max-tokens", "7", "--temperature", "0", "--seed", "3", "--system", "Be brief"]
+    options += ["--draft", "lookup"]
     diffuse("query", "--prompt", "-", "--url", gateway.url, "--api-key", "k1", *options, stdin="from stdin")
     asked = gateway.requests[0]
     assert asked["messages"] == [
@@ -36,13 +42,14 @@ def test_what_was_asked_reaches_the_gateway(diffuse: Diffuse, gateway: FakeGatew
         {"role": "user", "content": "from stdin"},
     ]
     assert (asked["max_tokens"], asked["temperature"], asked["seed"], asked["stream"]) == (7, 0.0, 3, True)
+    assert asked["diffuse"] == {"draft": "lookup"}
     assert gateway.headers[-1]["Authorization"] == "Bearer k1"
 
 
 def test_an_unset_choice_is_left_to_the_gateway(diffuse: Diffuse, gateway: FakeGateway) -> None:
     gateway.says("ok")
     diffuse("query", "--prompt", "Hi", "--url", gateway.url)
-    assert not {"max_tokens", "temperature", "seed"} & gateway.requests[0].keys()
+    assert not {"max_tokens", "temperature", "seed", "diffuse"} & gateway.requests[0].keys()
 
 
 def test_an_error_inside_the_stream_fails_with_its_message(diffuse: Diffuse, gateway: FakeGateway) -> None:

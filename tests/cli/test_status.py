@@ -19,7 +19,7 @@ from cli.status import look
 from cli.swarm import network_settings
 from routing.errors import ErrorCode, LinkError
 from routing.identity import Identity
-from routing.network_status import ModelStatus, NetworkStatus, NodeStatus
+from routing.network_status import ModelStatus, NeighbourStatus, NetworkStatus, NodeStatus
 from routing.reach import Verdict
 from routing.types import NodeAddress, NodeId
 from tests.cli.conftest import Diffuse
@@ -75,6 +75,18 @@ def shown(status: NetworkStatus, *entrances: Entrance) -> str:
 
 def model(*holders: int, name: str = "tiny") -> ModelStatus:
     return ModelStatus(name, DIGEST, len(holders), holders, has_opening=False, has_closing=False)
+
+
+def test_lines_are_shown_beside_round_trips() -> None:
+    told = (NeighbourStatus(b"\xab\xcd" * 4, 3.0, 94.12), NeighbourStatus(b"\x01" * 8, 9.0, None))
+    status = seen(node(1, neighbours=told, mbps=12.0))
+    assert "abcd 94.1" in shown(status)
+    (as_told,) = status.as_json()["nodes"]
+    assert as_told["mbps"] == 12.0
+    assert [(it["node_id"], it["mbps"]) for it in as_told["neighbours"]] == [
+        ("abcd" * 4, 94.12),
+        ("01" * 8, None),
+    ]
 
 
 # --- pictures

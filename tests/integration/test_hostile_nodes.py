@@ -170,9 +170,10 @@ async def test_a_node_cannot_make_us_wait_for_weeks(monkeypatch: pytest.MonkeyPa
         node = await here.rig.add_fake_node()
         await here.know(node)
         chain = await here.open()
+        await run(chain, 0, rows(1))
         told = pervert(here, node, failing(hop=0, code=int(ErrorCode.BUSY), retry_ms=(1 << 32) - 1))
         with pytest.raises(WorkError) as caught:
-            await run(chain, 0, rows(1))
+            await run(chain, 1, rows(1))
         assert caught.value.code is ErrorCode.BUSY
         assert len(told) == blame.MAX_ATTEMPTS + 1
         await chain.close()

@@ -134,7 +134,7 @@ async def test_the_gateways_head_is_shared_among_threads(
     with small_llama(64, vocab_size=512) as llama:
         llama.save_pretrained(tmp_path)
         found = model.look_up(str(tmp_path), EndsSettings())
-        runner, _ = model.load_ends(found, EndsSettings())
+        runner, _ = model.load_ends(found, EndsSettings(runner="plain"))
     assert runner is not None
     shares: list[str] = []
     plain = wide_head.functional.linear

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +13,18 @@ import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
 
-from app.engine.request import Finished, GenerationRequest, RequestError, TextDelta
-from app.engine.text import ChainTextEngine, ModelFacts
+from app.engine.request import RequestError
 from app.engine.tokenizer import ChatTokenizer
 from routing.errors import ErrorCode, NoRouteError, ProtocolError, WorkError
-from routing.types import Answer, AnswerKind, Message, SliceOffer, SliceSpec, Step, WireDtype
+from routing.types import Answer, AnswerKind, Message, Step
 from slicing.errors import LogitsError
-from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
-from tests.integration.home import Home, home
-from tests.node.rig import DIGEST, Node, until
+from tests.integration.chats import GREEDY, HIDDEN_SIZE, NUM_LAYERS, SEEDED, VOCAB_SIZE, chat, request
+from tests.node.rig import until
 from tests.support.tiny_models import small_llama
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
-NUM_LAYERS = 6
-HIDDEN_SIZE = 32
-VOCAB_SIZE = 300
 MAX_POSITIONS = 48
-PROMPT = (7, 90, 31, 200, 5, 64, 12, 8, 44, 101, 3)
-GREEDY = SamplingParams(temperature=0.0)
-SEEDED = SamplingParams(temperature=0.9, seed=4, presence_penalty=0.7, repetition_penalty=1.2)
 
 
 @pytest.fixture(scope="module")
@@ -50,71 +39,6 @@ def model() -> Iterator[LlamaForCausalLM]:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     folder: Path = write_tiny_tokenizer(tmp_path_factory.mktemp("tiny"))
     return ChatTokenizer.load(folder)
-
-
-@dataclass
-class Chat:
-    """An engine over nodes; `local` layers are at home, None for the thin mode."""
-
-    here: Home
-    engine: ChainTextEngine
-    nodes: list[Node]
-    lost: set[bytes] = field(default_factory=set)  # ids of nodes that died
-
-    async def text(self, **fields: Any) -> tuple[str, Finished]:
-        parts: list[str] = []
-        async with aclosing(self.engine.generate(request(**fields))) as events:
-            async for event in events:
-                if isinstance(event, TextDelta):
-                    parts.append(event.text)
-        assert isinstance(event, Finished)
-        return "".join(parts), event
-
-    async def is_freed(self) -> None:
-        living = [node for node in self.nodes if node.node_id not in self.lost]
-        await until(lambda: not any(node.stats.num_sessions for node in living))
-        assert self.here.switchboard.num_chains == 0
-
-
-def request(**fields: Any) -> GenerationRequest:
-    told = {"prompt_ids": PROMPT, "sampling": GREEDY, "max_tokens": 8} | fields
-    return GenerationRequest("r", "tiny", **told)
-
-
-@contextlib.asynccontextmanager
-async def chat(
-    model: LlamaForCausalLM, tokenizer: ChatTokenizer, local: tuple[int, int] | None, copies: int = 2
-) -> AsyncIterator[Chat]:
-    first, last = local or (0, 0)
-    middle = SliceSpec(first, NUM_LAYERS - last)
-    cuts = [middle.start, (middle.start + middle.end) // 2, middle.end]
-    async with home() as here:
-        nodes = [
-            await _add(here, model, start, end, local is None)
-            for start, end in pairwise(cuts)
-            for _ in range(copies)
-        ]
-        await here.know(*nodes)
-        runner = None
-        if local is not None:
-            held = tuple(p for p in ((0, middle.start), (middle.end, NUM_LAYERS)) if p[0] < p[1])
-            runner = PlainRunner.from_model(model, Parts(held, opening=True, closing=True))
-        facts = ModelFacts("tiny", DIGEST, NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE, MAX_POSITIONS)
-        with ThreadPoolExecutor(1) as compute:
-            engine = ChainTextEngine(
-                facts, tokenizer, here.switchboard, compute, runner, middle, prefill_chunk=3
-            )
-            yield Chat(here, engine, nodes)
-
-
-async def _add(here: Home, model: LlamaForCausalLM, start: int, end: int, is_thin: bool) -> Node:
-    parts = Parts(((start, end),), opening=is_thin and start == 0, closing=is_thin and end == NUM_LAYERS)
-    runner = PlainRunner.from_model(model, parts)
-    offer = SliceOffer(
-        "tiny", DIGEST, NUM_LAYERS, HIDDEN_SIZE, SliceSpec(start, end), WireDtype.FLOAT32, runner.form,
-        has_opening=parts.opening, has_closing=parts.closing,
-    )  # fmt: skip
-    return await here.rig.add_node(runner, offer, cache_bytes_per_position=runner.cache_bytes_per_position)
 
 
 PLACES = [(0, 0), (1, 0), (3, 1), (0, 2), None]

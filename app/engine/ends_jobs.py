@@ -1,0 +1,181 @@
+"""What the ends of an answer are asked to compute: rows of its prompt, and its turns.
+
+Each job knows its own rows and what becomes of them; who computes them together is the queue's (`ends_queue`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from app.engine.drafts import Drafter, kept_of
+from routing.errors import ErrorCode, WorkError
+from routing.types import Answer, Buffer, WireDtype
+from slicing.batch import Runner, Work
+from slicing.batching import Lane
+from slicing.buffers import DTYPES, from_buffer, to_buffer
+from slicing.sampler import Sampler
+
+
+@dataclass(slots=True, eq=False)
+class EndsSession:
+    """What the compute thread keeps of one answer."""
+
+    opening: Any  # caches of the runner
+    closing: Any
+    sampler: Sampler
+    drafter: Drafter
+    stop_token_ids: frozenset[int] = frozenset()
+    num_stages: int = 1
+    tenant: Hashable = None
+    compute_s: float = 0.0  # what its batches took
+
+
+@dataclass(slots=True, eq=False)
+class EndsJob:
+    """Some rows of one answer on their way through the queue (`slicing.batching.Job`)."""
+
+    session: EndsSession
+    lane: Lane
+    rows: int = field(default=0, init=False)  # still to compute
+    error: Exception | None = field(default=None, init=False)
+    done: asyncio.Future[None] | None = field(default=None, init=False)
+
+    @property
+    def tenant(self) -> Hashable:
+        return self.session.tenant
+
+    @property
+    def stages(self) -> int:
+        return self.session.num_stages
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.rows = 0
+
+    def finish(self) -> None:
+        if self.done is not None and not self.done.done():  # whoever waited may have left
+            self.done.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class OpenRows(EndsJob):
+    """Rows of a prompt: embed them and run the first layers."""
+
+    token_ids: Sequence[int] = field(repr=False)
+    position: int
+    wire: WireDtype
+    _opened: list[Buffer] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.token_ids)
+
+    @property
+    def payload(self) -> Buffer:
+        """The rows in the wire's element type, once they are computed."""
+        return self._opened[0] if len(self._opened) == 1 else b"".join(self._opened)
+
+    def work(self, rows: int) -> Work:
+        """The next rows."""
+        begin = len(self.token_ids) - self.rows
+        ids = torch.tensor(list(self.token_ids[begin : begin + rows]), dtype=torch.int64)
+        return Work(self.session.opening, ids, self.position + begin)
+
+    def take(self, hidden_states: torch.Tensor) -> None:
+        """Keep what became of them. [rows, hidden]"""
+        self._opened.append(_payload(hidden_states, self.wire))
+        self.rows -= len(hidden_states)
+
+
+@dataclass(slots=True, eq=False)
+class CloseRows(EndsJob):
+    """The first `num_rows` rows that came back of a prompt: run the last layers for their keys and values."""
+
+    answer: Answer = field(repr=False)
+    wire: WireDtype
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        self.rows = self.num_rows
+
+    def work(self, runner: Runner, rows: int) -> Work:
+        """The next rows. Raises WorkError where they are not finite."""
+        begin = self.num_rows - self.rows
+        states = _arrived(self.answer, self.wire, runner, begin, begin + rows)
+        return Work(self.session.closing, states, self.answer.position + begin, keep=())
+
+
+@dataclass(slots=True, eq=False)
+class Turn(EndsJob):
+    """One token of one answer, or several where drafts were right: what came back for it, and what goes out next."""
+
+    answer: Answer = field(repr=False)
+    position: int  # of the first token to draw
+    drafts: tuple[int, ...] = field(repr=False)
+    wire_back: WireDtype
+    wire_out: WireDtype
+    may_draft: bool
+    sharing: int
+    drawn: list[int] = field(default_factory=list, init=False, repr=False)
+    num_right: int = field(default=0, init=False)
+    next_drafts: tuple[int, ...] = field(default=(), init=False, repr=False)
+    onward: Work | None = field(default=None, init=False, repr=False)  # None: the answer can only end here
+    payload: Buffer = field(default=b"", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.answer.rows
+
+    def closing_work(self, runner: Runner, *, has_layers: bool) -> Work:
+        """The rows that came back, of which the last are drawn for. Raises WorkError where they are not finite.
+
+        Without layers here nothing is kept of a session, and a row's place does not matter.
+        """
+        rows = self.answer.rows
+        states = _arrived(self.answer, self.wire_back, runner, 0, rows)
+        keep = range(rows - 1 - len(self.drafts), rows)
+        return Work(self.session.closing, states, self.answer.position if has_layers else 0, keep=keep)
+
+    def draw(self, logits: torch.Tensor, max_positions: int) -> None:
+        """Draw row by row, each as if it came alone, while what is drawn equals the drafts. [1 + drafts, vocab]"""
+        session = self.session
+        self.drawn, self.num_right = kept_of(self._sampled(logits), self.drafts, session.stop_token_ids)
+        position = self.position + len(self.drawn) - 1
+        if self.drawn[-1] not in session.stop_token_ids and position < max_positions:
+            self._go_on(position)
+
+    def _sampled(self, logits: torch.Tensor) -> Iterator[int]:
+        for number, row in enumerate(logits):
+            token_id = self.session.sampler.sample(row, self.position + number)
+            self.session.sampler.observe(token_id)
+            yield token_id
+
+    def _go_on(self, position: int) -> None:
+        """The next step feeds the last token drawn, and the drafts behind it."""
+        self.next_drafts = self.session.drafter.next(
+            self.drawn, self.num_right, is_allowed=self.may_draft, sharing=self.sharing
+        )
+        ids = torch.tensor([self.drawn[-1], *self.next_drafts], dtype=torch.int64)
+        self.onward = Work(self.session.opening, ids, position)
+
+    def take(self, hidden_states: torch.Tensor) -> None:
+        """Keep the rows of the step that goes out. [1 + next drafts, hidden]"""
+        self.payload = _payload(hidden_states, self.wire_out)
+
+
+def _payload(hidden_states: torch.Tensor, wire: WireDtype) -> bytes:
+    """A copy: it is kept for replays, and rows of a batch would hold the whole of it."""
+    return bytes(to_buffer(hidden_states, DTYPES[wire.name.lower()]))
+
+
+def _arrived(answer: Answer, wire: WireDtype, runner: Runner, begin: int, end: int) -> torch.Tensor:
+    """Rows [begin, end) of an answer. [rows, hidden] Raises WorkError where they are not finite."""
+    row_bytes = len(answer.payload) // answer.rows
+    payload = memoryview(answer.payload)[begin * row_bytes : end * row_bytes]
+    rows = from_buffer(payload, DTYPES[wire.name.lower()], runner.hidden_size, dtype=runner.dtype)
+    if not bool(torch.isfinite(rows).all()):
+        raise WorkError(ErrorCode.COMPUTE, "the last node returned numbers that are not finite")
+    return rows

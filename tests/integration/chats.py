@@ -1,0 +1,120 @@
+"""The production text engine over real node servers and a tiny real model, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from transformers import LlamaForCausalLM
+
+from app.engine.ends_queue import EndsQueue
+from app.engine.prefix import PrefixCache
+from app.engine.request import Finished, GenerationRequest, TextDelta
+from app.engine.text import ChainTextEngine, ModelFacts
+from app.engine.tokenizer import ChatTokenizer
+from routing.types import SliceOffer, SliceSpec, WireDtype
+from slicing.runner import Parts, PlainRunner
+from slicing.sampler import SamplingParams
+from tests.integration.home import Home, home
+from tests.node.rig import DIGEST, Node, until
+
+NUM_LAYERS = 6
+HIDDEN_SIZE = 32
+VOCAB_SIZE = 300
+PROMPT = (7, 90, 31, 200, 5, 64, 12, 8, 44, 101, 3)
+GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(temperature=0.9, seed=4, presence_penalty=0.7, repetition_penalty=1.2)
+
+
+@dataclass
+class Chat:
+    """An engine over nodes; `local` layers are at home, None for the thin mode."""
+
+    here: Home
+    engine: ChainTextEngine
+    nodes: list[Node]
+    ends: EndsQueue | None = None
+    prefixes: PrefixCache | None = None
+    lost: set[bytes] = field(default_factory=set)  # ids of nodes that died
+
+    async def text(self, **fields: Any) -> tuple[str, Finished]:
+        parts: list[str] = []
+        async with aclosing(self.engine.generate(request(**fields))) as events:
+            async for event in events:
+                if isinstance(event, TextDelta):
+                    parts.append(event.text)
+        assert isinstance(event, Finished)
+        return "".join(parts), event
+
+    async def is_freed(self) -> None:
+        living = [node for node in self.nodes if node.node_id not in self.lost]
+        await until(lambda: not any(node.stats.num_sessions for node in living))
+        assert self.here.switchboard.num_chains == 0
+
+
+def request(**fields: Any) -> GenerationRequest:
+    told = {"prompt_ids": PROMPT, "sampling": GREEDY, "max_tokens": 8} | fields
+    return GenerationRequest("r", "tiny", **told)
+
+
+@contextlib.asynccontextmanager
+async def chat(
+    model: LlamaForCausalLM,
+    tokenizer: ChatTokenizer,
+    local: tuple[int, int] | None,
+    copies: int = 2,
+    runners: Any = PlainRunner,
+    secret: bytes = b"",
+    guesses: bool = False,
+    chunk: int = 3,
+) -> AsyncIterator[Chat]:
+    """Two slices with so many copies each; the first and last layers that are `local` at home, None: the thin mode.
+
+    With a `secret`, what earlier answers left is gone on from.
+    """
+    first, last = local or (0, 0)
+    middle = SliceSpec(first, NUM_LAYERS - last)
+    cuts = [middle.start, (middle.start + middle.end) // 2, middle.end]
+    async with home() as here:
+        nodes = [
+            await _add(here, runners.from_model(model, _parts(start, end, local is None)), start, end)
+            for start, end in pairwise(cuts)
+            for _ in range(copies)
+        ]
+        await here.know(*nodes)
+        ends = None
+        if local is not None:
+            held = tuple(p for p in ((0, middle.start), (middle.end, NUM_LAYERS)) if p[0] < p[1])
+            ends = EndsQueue(runners.from_model(model, Parts(held, opening=True, closing=True)), middle)
+        facts = ModelFacts(
+            "tiny", DIGEST, NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE, model.config.max_position_embeddings
+        )
+        prefixes = None
+        if secret:
+            has_ends = middle != SliceSpec(0, NUM_LAYERS)
+            prefixes = PrefixCache(secret, DIGEST, has_ends=has_ends, guesses=guesses)
+        engine = ChainTextEngine(
+            facts, tokenizer, here.switchboard, ends, middle, prefill_chunk=chunk, prefixes=prefixes
+        )
+        yield Chat(here, engine, nodes, ends, prefixes)
+        if ends is not None:
+            await ends.close()
+        if prefixes is not None:
+            prefixes.close()
+
+
+def _parts(start: int, end: int, is_thin: bool) -> Parts:
+    return Parts(((start, end),), opening=is_thin and start == 0, closing=is_thin and end == NUM_LAYERS)
+
+
+async def _add(here: Home, runner: PlainRunner, start: int, end: int) -> Node:
+    offer = SliceOffer(
+        "tiny", DIGEST, NUM_LAYERS, HIDDEN_SIZE, SliceSpec(start, end), WireDtype.FLOAT32, runner.form,
+        has_opening=runner.parts.opening, has_closing=runner.parts.closing,
+        confirms=runner.is_invariant, keeps=runner.is_invariant,
+    )  # fmt: skip
+    return await here.rig.add_node(runner, offer, cache_bytes_per_position=runner.cache_bytes_per_position)
