@@ -39,6 +39,10 @@ MAX_NEIGHBOURS = 8
 MAX_MOVED_SIZE = 256  # B: two keys, a time, two signatures
 MIN_LAYER_MS, MAX_LAYER_MS = 1e-3, 60e3  # no layer of any size is faster; none slower is of use
 MAX_RTT_MS = 60e3
+MIN_MBPS, MAX_MBPS = (
+    1e-3,
+    1e5,
+)  # what slower lines bring is of no use; 100 Gbit/s is more than any link here takes
 PREFIX_SIZE = 8  # bytes of a node id that stand for it in digests
 
 _VERSION = 1
@@ -127,6 +131,7 @@ class Announcement:
     free_bytes: int = 0
     owner: Owner | None = None
     neighbour_ms: tuple[tuple[bytes, float], ...] = ()  # RTTs by 8 B id prefix
+    neighbour_mbps: tuple[tuple[bytes, float], ...] = ()  # what lines from them bring, where that is known
     moved: bytes = b""
     has_left: bool = False
     intends: tuple[
@@ -276,6 +281,8 @@ def _check_content(announcement: Announcement, policy: AddressPolicy) -> None:
         _check_offer(offer)
     if not all(_is_between(0, ms, MAX_RTT_MS) for _, ms in announcement.neighbour_ms):
         raise RecordRefused(Refusal.ABSURD, "a round trip time to a neighbour")
+    if not all(_is_between(MIN_MBPS, mbps, MAX_MBPS) for _, mbps in announcement.neighbour_mbps):
+        raise RecordRefused(Refusal.ABSURD, "the bandwidth of a line to a neighbour")
 
 
 def _check_offer(offer: SliceOffer) -> None:
@@ -321,6 +328,7 @@ def _body_fields(announcement: Announcement) -> dict[str, object]:
         "f": announcement.free_bytes,
         "w": b"" if owner is None else owner.key + owner.signature,
         "n": [[prefix, float(ms)] for prefix, ms in announcement.neighbour_ms],
+        "b": [[prefix, float(mbps)] for prefix, mbps in announcement.neighbour_mbps],
         "v": announcement.moved,
         "x": announcement.has_left,
         "i": [[prefix, start, end] for prefix, start, end in announcement.intends],
@@ -352,6 +360,10 @@ def _read_body(head: Announcement, fields: MapReader) -> Announcement:
         neighbour_ms=tuple(
             _read_neighbour(item)
             for item in _listed(fields, "n", lambda: tuple(fields.rows("n", max_count=MAX_NEIGHBOURS)))
+        ),
+        neighbour_mbps=tuple(
+            _read_neighbour(item)
+            for item in _listed(fields, "b", lambda: tuple(fields.rows("b", max_count=MAX_NEIGHBOURS)))
         ),
         moved=_sized(fields.blob("v", None, default=b""), range(MAX_MOVED_SIZE + 1)),
         has_left=fields.flag("x"),

@@ -148,7 +148,9 @@ class Announcer:
         return max(left_s, 0.05)
 
     def _bury(self) -> bytes:
-        bare = replace(self._compose(), contacts=(), offers=(), neighbour_ms=(), has_left=True)
+        bare = replace(
+            self._compose(), contacts=(), offers=(), neighbour_ms=(), neighbour_mbps=(), has_left=True
+        )
         dated = self._dated(bare)
         record = sign_announcement(self._identity, self._network_id, dated, self._policy)
         self._said = dated
@@ -203,7 +205,9 @@ def _ever_shorter(draft: Announcement) -> Iterator[Announcement]:
     """What to say, and what to say instead where that is too much."""
     whole = replace(draft, offers=tuple(believable(offer) for offer in draft.offers))
     yield whole
-    bare = replace(whole, neighbour_ms=())
+    bare = replace(whole, neighbour_mbps=())
+    yield bare
+    bare = replace(bare, neighbour_ms=())
     yield bare
     for count in (8, 4, 2, 1):
         if count < len(bare.offers):
@@ -211,7 +215,7 @@ def _ever_shorter(draft: Announcement) -> Iterator[Announcement]:
 
 
 def _without_times(it: Announcement) -> Announcement:
-    return replace(it, sequence=0, issued_ms=0, expires_ms=0, neighbour_ms=())
+    return replace(it, sequence=0, issued_ms=0, expires_ms=0, neighbour_ms=(), neighbour_mbps=())
 
 
 def _without_figures(it: Announcement) -> Announcement:

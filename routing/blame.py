@@ -33,9 +33,16 @@ REPLAY_MENDS = SAME_NODE_MAY_RETRY | {
     ErrorCode.BUSY,
     ErrorCode.COMPUTE,
     ErrorCode.CANCELLED,
+    ErrorCode.NO_ROOM,
 }
 # Its links work and asking again would not help: the same input fails the same way, or it breaks the rules.
-_NEVER_AGAIN = {ErrorCode.COMPUTE, ErrorCode.MALFORMED, ErrorCode.DECRYPT, ErrorCode.TOO_BIG}
+_NEVER_AGAIN = {
+    ErrorCode.COMPUTE,
+    ErrorCode.MALFORMED,
+    ErrorCode.DECRYPT,
+    ErrorCode.TOO_BIG,
+    ErrorCode.NO_ROOM,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +82,19 @@ class Blame:
         self._edges: set[tuple[NodeId, NodeId]] = set()
         self._retry_at: dict[NodeId, float] = {}
 
-    def note(self, trouble: Trouble, now: float) -> None:
-        """Count one more failed attempt. Raises the error when trying on makes no sense."""
+    def note(self, trouble: Trouble, now: float, *, is_begun: bool = True) -> None:
+        """Count one more failed attempt. Raises the error when trying on makes no sense.
+
+        A session that has not begun does not wait for a node that is full for long.
+        """
         self.attempts += 1
         node_id, code = trouble.node_id, trouble.error.code
         if not trouble.is_mendable or self.attempts > MAX_ATTEMPTS:
             raise trouble.error
         assert node_id is not None
         self._retry_at[node_id] = now + self._pause_s(trouble.error)
-        if code in _NEVER_AGAIN:
+        is_full = code is ErrorCode.BUSY and trouble.error.retry_ms > MAX_RETRY_S * 1000
+        if code in _NEVER_AGAIN or (is_full and not is_begun):
             self.barred[node_id] = trouble.error
         elif self.attempts > 1 or not (trouble.is_node_up or code in SAME_NODE_MAY_RETRY):
             self._avoided_at[node_id] = now

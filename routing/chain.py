@@ -20,6 +20,7 @@ from routing.errors import ErrorCode, NoRouteError, RemoteError, WorkError
 from routing.link import Link
 from routing.live_route import LiveRoute
 from routing.opening import ChainOptions, RouteKeys, wires_of
+from routing.prefix import Beginning, context_of
 from routing.recorded import RecordedStep, Recording
 from routing.switch import Switch
 from routing.types import (
@@ -27,7 +28,10 @@ from routing.types import (
     Buffer,
     Cancel,
     Failure,
+    Keep,
     NodeId,
+    Opened,
+    Prefix,
     Resumed,
     Route,
     SessionId,
@@ -45,6 +49,9 @@ RETURN_POLL_S = 0.05
 # A replay waits for a sign of every so many steps, two windows on their way: a node queues what it is sent.
 REPLAY_STEPS = 32
 REPLAY_BYTES = 8 << 20
+HELD_ROWS = (
+    512  # of one step that stands for positions which every node held, should it have to be sent after all
+)
 
 Replan = Callable[[frozenset[NodeId], Route | None], Route]
 
@@ -56,7 +63,13 @@ class Chain:
     """
 
     def __init__(
-        self, switch: Switch, replan: Replan, options: ChainOptions, *, new_secret: Callable[[int], bytes]
+        self,
+        switch: Switch,
+        replan: Replan,
+        options: ChainOptions,
+        *,
+        new_secret: Callable[[int], bytes],
+        beginning: Beginning | None = None,
     ) -> None:
         self._switch = switch
         self._replan = replan
@@ -64,6 +77,10 @@ class Chain:
         self._new_secret = new_secret
         self.session_id = SessionId(new_secret(16))
         self._route_key = new_secret(32)
+        self._beginning = beginning
+        self.num_held = (
+            0  # positions that every node held when the session began: its first step starts there
+        )
         self.epoch = 0
         self.replays = 0  # routes that took over
         self.rows_repeated = 0  # rows that we sent again, since no node held them
@@ -151,15 +168,24 @@ class Chain:
         recorded = await self.send(payload, position=position, rows=rows, deadline_s=deadline_s)
         return await self.answer(recorded, deadline_s=deadline_s)
 
-    async def close(self) -> None:
-        """Free the session on every node: down the chain, and directly wherever there is a link. Never waits."""
+    async def close(self, *, keeps: bool = False) -> bool:
+        """Free the session on every node: down the chain, and directly wherever there is a link. Never waits.
+
+        With `keeps`, nodes that can keep its keys and values for sessions that begin in the same way; returns whether
+        they were told to.
+        """
+        names = self._names() if keeps else ()
         self._is_closed = True
         self._switch.forget(self)
         if self._live is not None:
             self._live.close()
             closed = WorkError(ErrorCode.CANCELLED, "the session was closed")
             self._live.note(Trouble(closed, is_seen=True))
-        self._cancel(self._holders, self.epoch, sealing.CANCEL)
+        if not names:
+            self._cancel(self._holders, self.epoch, sealing.CANCEL)
+            return False
+        self._keep(names)
+        return True
 
     # What the switch tells ------------------------------------------------------------------------------------
 
@@ -190,6 +216,11 @@ class Chain:
         """The first hop says from which step on it needs them."""
         if self._live is not None and resumed.epoch == self.epoch:
             self._live.take_resumed(peer_id, resumed, self._recording.last_number)
+
+    def take_opened(self, peer_id: NodeId, opened: Opened) -> None:
+        """The first hop says that the whole route is open."""
+        if self._live is not None and opened.epoch == self.epoch:
+            self._live.take_opened(peer_id, opened)
 
     def take_standing(self, peer_id: NodeId, standing: Standing) -> None:
         """A hop says how far it is."""
@@ -222,6 +253,12 @@ class Chain:
             live.open()
             if live.keys.resumes and (trouble := await live.wait(live.resumed)) is not None:
                 return trouble
+            if live.keys.confirms:
+                if (trouble := await live.wait(live.opened)) is not None:
+                    return trouble
+                self._begin(live)
+                live.holds = True
+                return None
             trouble = await self._repeat(live, live.resumed.result() if live.keys.resumes else 1)
         except RemoteError as error:
             return live.seen(error, 0)
@@ -233,16 +270,20 @@ class Chain:
         route = await self._next_route()
         before = self._live
         self.epoch += 1
+        wires = wires_of(route, self._options, before.wires[0] if before else None)
+        confirms, prefixes = self._asked_at_first(route, wires)
         keys = RouteKeys(
             self.session_id,
             self.epoch,
             self._switch.gateway_id,
             self._route_key,
             self._new_secret(32),
-            resumes=self.epoch > 1 and not self._starts_over,
+            resumes=self.epoch > 1 and not self._starts_over and not confirms,
             answered=self._recording.answered,
+            room=max(self._options.room, self._recording.end) if self._options.room else 0,
+            confirms=confirms,
+            prefixes=prefixes,
         )
-        wires = wires_of(route, self._options, before.wires[0] if before else None)
         live = LiveRoute(self._switch, route, wires, self._options, keys, may_do_without=self._may_do_without)
         live.is_proved = self._is_proved
         live.expect(self._recording)
@@ -253,6 +294,24 @@ class Chain:
         self._cancel(self._holders - nodes, self.epoch - 1, sealing.LEAVE)
         self._holders = nodes
         return live
+
+    def _asked_at_first(self, route: Route, wires: Sequence[WireDtype]) -> tuple[bool, tuple[Prefix, ...]]:
+        """Whether a route on which nothing was sent yet is to confirm that it is open, and what it may hold."""
+        offers = [hop.offer for hop in route.hops]
+        if self._recording.has_sent or not all(offer.confirms for offer in offers):
+            return False, ()
+        prefixes: tuple[Prefix, ...] = ()
+        if self._beginning is not None and all(offer.keeps for offer in offers):
+            prefixes = tuple(self._beginning.candidates(context_of(route, wires)))[: sealing.MAX_PREFIXES]
+        return self._options.confirms or bool(prefixes), prefixes
+
+    def _begin(self, live: LiveRoute) -> None:
+        """Nothing needs to be sent for what every node holds."""
+        self.num_held = live.opened.result()
+        self._recording = Recording()
+        self._recording.leave_out(self.num_held, HELD_ROWS, live.wires[0])
+        if self._beginning is not None and live.keys.prefixes:
+            self._beginning.note_held(context_of(live.route, live.wires), self.num_held)
 
     async def _next_route(self) -> Route:
         """Plan, and give nodes that just failed a moment if they are needed again. Raises NoRouteError."""
@@ -290,7 +349,7 @@ class Chain:
         while trouble is not None:
             self._judge(trouble)
             trouble = await self._try_in_time(until)
-        if self._recording:
+        if self._recording.has_sent:
             self.replays += 1
             self.pauses.append(time.monotonic() - noticed_at)
             self._switch.note_pause(self.pauses[-1])
@@ -312,6 +371,8 @@ class Chain:
         for recorded in self._recording:
             if recorded.number < first:
                 continue
+            if recorded.is_held:
+                await self._fill(recorded, live.wires[0])
             num_steps, num_bytes = num_steps + 1, num_bytes + len(recorded.payload)
             await live.send(recorded, is_repeat=True)
             self.rows_repeated += recorded.rows
@@ -323,12 +384,18 @@ class Chain:
                 waits_for, num_steps, num_bytes = recorded.number, 0, 0
         return None
 
+    async def _fill(self, recorded: RecordedStep, wire: WireDtype) -> None:
+        """Make the payload of a step that was left out, since some node does not hold its positions now."""
+        assert self._beginning is not None
+        recorded.payload = await self._beginning.rows(recorded.position, recorded.end, wire)
+        recorded.wire, recorded.is_held = wire, False
+
     def _judge(self, trouble: Trouble) -> None:
         """Draw the consequences. Raises the error when no other try can mend it."""
         error = trouble.error
         if self._is_closed:
             raise error
-        self._blame.note(trouble, time.monotonic())
+        self._blame.note(trouble, time.monotonic(), is_begun=self._is_proved)
         logger.info(
             "session %s hop %s: another route after %s", self.session_id[:4].hex(), error.hop, error.code.name
         )
@@ -347,6 +414,24 @@ class Chain:
             with contextlib.suppress(NoRouteError):
                 self._replan(frozenset(), self.route)
                 raise next(reversed(self._blame.barred.values())) from None
+
+    def _names(self) -> tuple[bytes, ...]:
+        """The blocks that every node of the route can keep; none where a step is under way, or a node cannot."""
+        live = self._live
+        if self._beginning is None or live is None or not (live.holds and live.is_live):
+            return ()
+        if self._recording.unanswered or not all(hop.offer.keeps for hop in live.route.hops):
+            return ()
+        return tuple(self._beginning.names(context_of(live.route, live.wires), self._recording.end))
+
+    def _keep(self, names: tuple[bytes, ...]) -> None:
+        proofs = {
+            purpose: sealing.proof(self._route_key, purpose, self.session_id, self.epoch)
+            for purpose in (sealing.KEEP, sealing.CANCEL)
+        }
+        keep = Keep(self.session_id, self.epoch, proofs[sealing.KEEP], names)
+        for node_id in self._holders:
+            self._switch.keep(node_id, keep, Cancel(self.session_id, self.epoch, proofs[sealing.CANCEL]))
 
     def _cancel(self, nodes: Iterable[NodeId], epoch: int, purpose: bytes) -> None:
         """Free what `nodes` hold for routes up to `epoch`; a node that is on a later route keeps its session."""

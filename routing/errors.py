@@ -53,6 +53,7 @@ class ErrorCode(IntEnum):
     COMPUTE = 506
     CANCELLED = 507
     NO_SESSION = 508
+    NO_ROOM = 509
 
 
 class DiffuseError(Exception):
@@ -94,12 +95,21 @@ class NoRouteError(DiffuseError):
 class RemoteError(DiffuseError):
     """The peer, or the network to it, broke."""
 
-    def __init__(self, code: ErrorCode, text: str = "", *, hop: int | None = None, retry_ms: int = 0) -> None:
+    def __init__(
+        self,
+        code: ErrorCode,
+        text: str = "",
+        *,
+        hop: int | None = None,
+        retry_ms: int = 0,
+        room: int = 0,
+    ) -> None:
         super().__init__(f"E{int(code)} {code.name}: {text}" if text else f"E{int(code)} {code.name}")
         self.code = code
         self.text = text
         self.hop = hop
         self.retry_ms = retry_ms
+        self.room = room  # NO_ROOM: positions that a session can have there at most
 
 
 class LinkError(RemoteError):
@@ -122,7 +132,9 @@ class WorkError(RemoteError):
     """5xx: the peer could not do the work it was asked for."""
 
 
-def remote_error(code: int, text: str = "", *, hop: int | None = None, retry_ms: int = 0) -> RemoteError:
+def remote_error(
+    code: int, text: str = "", *, hop: int | None = None, retry_ms: int = 0, room: int = 0
+) -> RemoteError:
     """Build the error class that a code on the wire stands for; an unknown number is a `ProtocolError`."""
     try:
         known = ErrorCode(code)
@@ -135,4 +147,4 @@ def remote_error(code: int, text: str = "", *, hop: int | None = None, retry_ms:
         4: ProtocolError,
         5: WorkError,
     }
-    return families[known // 100](known, text, hop=hop, retry_ms=retry_ms)
+    return families[known // 100](known, text, hop=hop, retry_ms=retry_ms, room=room)

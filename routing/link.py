@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from routing.bandwidth import BITS, InboundRate
 from routing.carrier import Carrier
 from routing.circuit import MAX_INNER_RECORD
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
@@ -29,9 +30,11 @@ from routing.records import (
     KIND_READY,
     MAX_PAYLOAD,
     OVERHEAD,
+    WHOLE,
     Opener,
     Quota,
     Reassembler,
+    RecordFlag,
     Sealer,
 )
 from routing.side_channels import SideChannels
@@ -103,6 +106,7 @@ class Link:
         self.accepts_circuits = False  # set where we hold, or ask for, a reservation
         self._opener = Opener(secured.receiving)
         self._reassembler = Reassembler(terms.max_message, terms.quota)
+        self._inbound = InboundRate()
         self._heartbeat = Heartbeat(time.monotonic(), terms.timing)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -144,6 +148,12 @@ class Link:
     def rtt_ms(self) -> float | None:
         """The last measured round trip; None before the first."""
         return self._heartbeat.rtt_ms
+
+    @property
+    def mbps(self) -> float | None:
+        """Mbit/s that the line brings from the peer, by the large messages of late; None where there were none."""
+        rate = self._inbound.bytes_per_s(time.monotonic())
+        return None if rate is None else rate * BITS
 
     @property
     def silent_for_s(self) -> float:
@@ -348,7 +358,10 @@ class Link:
         self._finish(error)
 
     def _take_record(self, sealed: memoryview, started: int) -> None:
-        whole = self._reassembler.push(self._opener.open(sealed))
+        record = self._opener.open(sealed)
+        whole = self._reassembler.push(record)
+        if record.flags != WHOLE:
+            self._note_part(record.flags)
         if whole is None:
             self._open_ns += time.perf_counter_ns() - started
             return
@@ -361,6 +374,14 @@ class Link:
             self.last_open_us = (self._open_ns + time.perf_counter_ns() - started) / 1000
             self._open_ns = 0
             self._deliver(message)
+
+    def _note_part(self, flags: int) -> None:
+        total, now = self.counters.payload_bytes_received, time.monotonic()
+        if flags & RecordFlag.FIRST:
+            self._inbound.begun(total, now)
+        else:
+            is_last = bool(flags & (RecordFlag.END | RecordFlag.ABORT))
+            self._inbound.went_on(total, now, is_last=is_last)
 
     def _deliver(self, message: Message) -> None:
         self.counters.messages_received[type(message).__name__] += 1

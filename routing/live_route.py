@@ -27,6 +27,7 @@ from routing.types import (
     Attach,
     Failure,
     NodeId,
+    Opened,
     Resumed,
     Route,
     Standing,
@@ -68,6 +69,7 @@ class LiveRoute:
         self.keys = keys
         self.trouble: asyncio.Future[Trouble] = loop.create_future()
         self.resumed: asyncio.Future[int] = loop.create_future()
+        self.opened: asyncio.Future[int] = loop.create_future()  # positions that every hop holds already
         self.is_proved = False  # the session has had an answer, on this route or before
         self.holds = False  # it is open, and every recorded step went in again
         self._switch = switch
@@ -150,7 +152,7 @@ class LiveRoute:
         """Send a step to the first hop. Raises RemoteError."""
         recorded.widen_to(self.wires[0])
         flags = StepFlag.TOKEN_IDS if self._options.takes_token_ids else StepFlag.NONE
-        flags |= StepFlag.REPLAY if is_repeat else StepFlag.NONE
+        flags |= StepFlag.REPLAY if is_repeat or recorded.leaves_out else StepFlag.NONE
         want, want_rows = recorded.want, recorded.want_rows
         if recorded.is_answered and not self._options.runs_closing:
             want, want_rows = Want.NONE, ()  # repeated for its keys and values only
@@ -247,7 +249,8 @@ class LiveRoute:
         if sender is None:
             return
         hop = failure.hop if sender <= failure.hop < len(self.route.hops) else sender
-        error = remote_error(failure.code, _printable(failure.text), hop=hop, retry_ms=failure.retry_ms)
+        text = _printable(failure.text)
+        error = remote_error(failure.code, text, hop=hop, retry_ms=failure.retry_ms, room=failure.room)
         before = self._node_at(hop - 1) if error.code is ErrorCode.HOP_LOST and hop else None
         self.note(
             Trouble(
@@ -268,6 +271,18 @@ class LiveRoute:
             self.note(self.seen(ProtocolError(ErrorCode.MALFORMED, text), 0))
             return
         self.resumed.set_result(resumed.next_step)
+        self._watch.note_progress()
+
+    def take_opened(self, peer_id: NodeId, opened: Opened) -> None:
+        """The first hop says that all have opened, and how much of the session they hold."""
+        if self.hop_of(peer_id) != 0 or self.opened.done() or not self.keys.confirms:
+            return
+        lengths = [0, *(prefix.length for prefix in self.keys.prefixes)]
+        if opened.held not in lengths:
+            text = f"hop 0 holds {opened.held} positions of a session that nobody asked for"
+            self.note(self.seen(ProtocolError(ErrorCode.MALFORMED, text), 0))
+            return
+        self.opened.set_result(opened.held)
         self._watch.note_progress()
 
     def take_standing(self, peer_id: NodeId, standing: Standing) -> None:
@@ -359,10 +374,11 @@ class LiveRoute:
 
     def _due(self) -> Due:
         """What somebody waits for now."""
-        opens = self.keys.resumes and not self.resumed.done()
+        resumes = self.keys.resumes and not self.resumed.done()
+        opens = resumes or (self.keys.confirms and not self.opened.done())
         step = self._waits_for or min(self._sent, default=0)
         steps = self._rebuilt or [sent.recorded for sent in self._sent.values()]
-        return Due(step, steps, is_first=not self.is_proved and not opens, is_anything=bool(step) or opens)
+        return Due(step, steps, is_first=not self.is_proved and not resumes, is_anything=bool(step) or opens)
 
     def _note_progress(self) -> None:
         self._watch.note_progress()

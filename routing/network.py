@@ -11,17 +11,18 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from routing.address_policy import AddressPolicy, Scope, scope_of
 from routing.allow_list import AllowList
 from routing.announcement import Announcement
 from routing.announcer import Announcer
 from routing.background import Background
+from routing.bandwidth_check import BandwidthCheck
 from routing.directory import LiveDirectory
 from routing.dispatcher import Dispatcher
 from routing.endpoint import Endpoint
-from routing.errors import RemoteError
+from routing.errors import RemoteError, SettingsError
 from routing.gossip import Gossip, GossipFault
 from routing.identity import Identity
 from routing.known_peers import KnownPeers
@@ -30,7 +31,7 @@ from routing.liveness import Liveness
 from routing.neighbourhood import Neighbourhood
 from routing.network_settings import NetworkSettings, Offering, resolved, resolved_place
 from routing.network_status import NetworkStatus, status_of
-from routing.presence import Presence, neighbour_ms
+from routing.presence import Presence, neighbours
 from routing.reach import Prober, Reachability, Verdict
 from routing.reach_check import ReachCheck
 from routing.relay import RelayServer
@@ -119,8 +120,8 @@ class Network:
     async def start(self) -> tuple[str, int] | None:
         """Bind and build; return what was bound. Waits for no peer.
 
-        Raises `SettingsError` for a public address that does not resolve, `LinkError` where the address cannot be
-        bound.
+        Raises `SettingsError` for a public address that does not resolve or that nobody in this swarm would take,
+        `LinkError` where the address cannot be bound.
         """
         settings = self._settings
         self._bootstraps = [await resolved(address) for address in settings.bootstraps]
@@ -129,6 +130,7 @@ class Network:
         if settings.listen is not None:
             self.bound = await self.endpoint.listen(*settings.listen)
         self.policy = AddressPolicy(settings.scope or self._guess_scope(), settings.is_private_swarm)
+        self._check_public()
         self._build_membership()
         self._build_reach()
         self._build_relay()
@@ -147,6 +149,7 @@ class Network:
                 tasks.create_task(self._save_now_and_then())
                 if self._presence.is_member:
                     tasks.create_task(self.announcer.run())
+                    tasks.create_task(self.bandwidth_check.run())
                 if self.reservations is not None:
                     tasks.create_task(self._wait_for_dial_back())
                     tasks.create_task(self.reservations.run())
@@ -184,6 +187,12 @@ class Network:
         """The addresses of ours that others are told now."""
         return self._told
 
+    @property
+    def lines(self) -> Mapping[bytes, float]:
+        """What lines from our neighbours bring us, Mbit/s by id prefix, as others are told now."""
+        told = self.announcer.announced if self._started_at is not None else None
+        return {} if told is None else dict(told.neighbour_mbps)
+
     def announce(self) -> None:
         """The offering changed: say so soon; for figures alone within five seconds."""
         if self._started_at is not None:
@@ -213,6 +222,16 @@ class Network:
         places = [self._settings.listen, self._public, self.bound]
         hosts = [address.host for address in (*self._bootstraps, *self._settings.nodes)]
         return scope_of([*hosts, *(place[0] for place in places if place is not None)])
+
+    def _check_public(self) -> None:
+        if self._public is None:
+            return
+        host, port = self._public
+        fault = self.policy.check(host, port or (self.bound[1] if self.bound else 0))
+        if fault is not None:
+            raise SettingsError(
+                f"the public address {host} {fault} (scope {self.policy.scope}): give the one that others dial, or none"
+            )
 
     def _build_membership(self) -> None:
         network_id = self._settings.network_id
@@ -253,6 +272,9 @@ class Network:
         self.neighbourhood.liveness = self.liveness
         self.dispatcher.add(self.neighbourhood, (Digest, Pull, Records))
         self.dispatcher.add(self.liveness, (PingRequest, PingReport))
+        self.bandwidth_check = BandwidthCheck(self.endpoint, lambda: self.gossip.announcements, rng=self._rng)
+        if self._presence.is_member:
+            self.dispatcher.add(self.bandwidth_check, BandwidthCheck.KINDS)
         self.announcer = Announcer(
             self._identity,
             network_id,
@@ -316,7 +338,7 @@ class Network:
 
     def _compose(self) -> Announcement:
         contacts = self._presence.contacts(self.reachability, self.reservations, self.policy)
-        return self._presence.compose(contacts, neighbour_ms(self.endpoint, self.gossip))
+        return self._presence.compose(contacts, neighbours(self.endpoint, self.gossip))
 
     def _publish(self, record: bytes) -> None:
         self.neighbourhood.send(self.gossip.publish(record))

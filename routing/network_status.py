@@ -33,6 +33,15 @@ class ProbeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class NeighbourStatus:
+    """A member that another one has a direct link to; `mbps` is what the line from it brings, where that is known."""
+
+    prefix: bytes  # of its id
+    rtt_ms: float
+    mbps: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One announced member. `path` is that of our own live link to it."""
 
@@ -47,6 +56,8 @@ class NodeStatus:
     is_suspected: bool
     owner: str
     age_s: float  # of its record
+    mbps: float | None = None  # what our line from it brings, where traffic has told
+    neighbours: tuple[NeighbourStatus, ...] = ()  # as it tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +190,14 @@ def node_status(
         is_suspected=is_suspected,
         owner=told.owner.label if told.owner is not None else "",
         age_s=max(0.0, (now_ms - told.issued_ms) / 1000),
+        mbps=links[0].mbps if links else None,
+        neighbours=_neighbours(told),
     )
+
+
+def _neighbours(told: Announcement) -> tuple[NeighbourStatus, ...]:
+    mbps = dict(told.neighbour_mbps)
+    return tuple(NeighbourStatus(prefix, ms, mbps.get(prefix)) for prefix, ms in told.neighbour_ms)
 
 
 def models_of(announcements: Iterable[Announcement]) -> tuple[ModelStatus, ...]:
@@ -238,6 +256,10 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "load": node.load,
         "max_sessions": node.max_sessions,
         "rtt_ms": node.rtt_ms,
+        "mbps": node.mbps,
+        "neighbours": [
+            {"node_id": it.prefix.hex(), "rtt_ms": it.rtt_ms, "mbps": it.mbps} for it in node.neighbours
+        ],
         "path": node.path,
         "is_suspected": node.is_suspected,
         "owner": node.owner,

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from routing.maps import U16, U32, U64, MapReader, address_item, malformed
+from routing.outbox import YIELDING_LANE
 from routing.types import (
+    Burst,
+    BurstRequest,
     Digest,
     GoAway,
     Incoming,
@@ -36,14 +39,19 @@ MAX_PULL = 256
 MAX_DOUBTS = 256  # of one digest: 2 KiB
 MAX_FIRST = 2048  # B: a handshake's first message with its frame
 MAX_ALTERNATIVES = 8
+MAX_BURST = 512 << 10  # B: room for a longer one than is asked for now (bandwidth.py)
 _ENTRY = struct.Struct(">8sQ")
 _PREFIX = 8
 _WHOLE_SPAN = b"\x00" * _PREFIX + b"\xff" * _PREFIX
 _HOST = 255
 
-DIGEST, PULL, RECORDS, PING_REQUEST, PING_REPORT = range(16, 21)
+DIGEST, PULL, RECORDS, PING_REQUEST, PING_REPORT, BURST_REQUEST, BURST = range(16, 23)
 PROBE, PROBED, RESERVE, RESERVED, RELAY_OPEN, INCOMING, REFUSED, GO_AWAY = range(24, 32)
-LIMITS = {DIGEST: (_ENTRY.size + 1) * MAX_DIGEST, RECORDS: (MAX_RECORD_SIZE + 16) * MAX_RECORDS}
+LIMITS = {
+    DIGEST: (_ENTRY.size + 1) * MAX_DIGEST,
+    RECORDS: (MAX_RECORD_SIZE + 16) * MAX_RECORDS,
+    BURST: MAX_BURST + 16,
+}
 
 Fields = dict[str, object]
 
@@ -109,6 +117,22 @@ def _ping_report_fields(message: PingReport) -> Fields:
 
 def _read_ping_report(fields: MapReader) -> PingReport:
     return PingReport(fields.integer("n", 0, U64), fields.flag("a"))
+
+
+def _burst_request_fields(message: BurstRequest) -> Fields:
+    return {"n": message.size}
+
+
+def _read_burst_request(fields: MapReader) -> BurstRequest:
+    return BurstRequest(fields.integer("n", 1, MAX_BURST))
+
+
+def _burst_fields(message: Burst) -> Fields:
+    return {"b": message.content}
+
+
+def _read_burst(fields: MapReader) -> Burst:
+    return Burst(fields.blob("b", None))
 
 
 def _probe_fields(message: Probe) -> Fields:
@@ -222,6 +246,8 @@ WRITERS: Mapping[type[Any], tuple[int, Callable[[Any], Fields]]] = {
     Records: (RECORDS, _records_fields),
     PingRequest: (PING_REQUEST, _ping_request_fields),
     PingReport: (PING_REPORT, _ping_report_fields),
+    BurstRequest: (BURST_REQUEST, _burst_request_fields),
+    Burst: (BURST, _burst_fields),
     Probe: (PROBE, _probe_fields),
     Probed: (PROBED, _probed_fields),
     Reserve: (RESERVE, _reserve_fields),
@@ -237,6 +263,8 @@ READERS: Mapping[int, Callable[[MapReader], Message]] = {
     RECORDS: _read_records,
     PING_REQUEST: _read_ping_request,
     PING_REPORT: _read_ping_report,
+    BURST_REQUEST: _read_burst_request,
+    BURST: _read_burst,
     PROBE: _read_probe,
     PROBED: _read_probed,
     RESERVE: _read_reserve,
@@ -253,6 +281,8 @@ def lane_of(message: Message) -> bytes | None:
     """Return the ordering key of one of these messages; None for others."""
     if isinstance(message, (Digest, Pull, Records)):
         return GOSSIP_LANE
+    if isinstance(message, Burst):
+        return YIELDING_LANE
     return b"" if type(message) in WRITERS else None
 
 

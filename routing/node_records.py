@@ -45,6 +45,8 @@ def described_record(
         owner=told.owner.key.hex() if told is not None and told.owner is not None else "",
         max_sessions=description.max_sessions,
         neighbour_ms=dict(told.neighbour_ms) if told is not None else {},
+        neighbour_mbps=dict(told.neighbour_mbps) if told is not None else {},
+        mbps=link.mbps,
         alternatives=others,
     )
 
@@ -60,6 +62,7 @@ def announced_record(told: Announcement, ways: tuple[NodeAddress, ...]) -> NodeR
         owner=told.owner.key.hex() if told.owner is not None else "",
         max_sessions=told.max_sessions,
         neighbour_ms=dict(told.neighbour_ms),
+        neighbour_mbps=dict(told.neighbour_mbps),
         alternatives=ways[1:],
         is_verified=False,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from routing import sealing
 from routing.errors import RemoteError
-from routing.types import HopEntry, NodeId, Open, Route, SessionId, WireDtype
+from routing.types import HopEntry, NodeId, Open, Prefix, Route, SessionId, WireDtype
 
 IDLE_TIMEOUT_S = 120
 
@@ -27,6 +27,8 @@ class ChainOptions:
     sampling: dict[str, Any] | None = field(default=None, repr=False)
     trace: bool = True
     tenant: bytes = b""
+    room: int = 0  # positions that memory is set aside for on every hop before anything is computed
+    confirms: bool = False  # wait until every hop has opened, where all of them can say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class RouteKeys:
     answer_key: bytes = field(repr=False)
     resumes: bool = False  # nodes of the route before go on with what they hold
     answered: int = 0  # the gateway has the answers of all steps up to this one
+    room: int = 0
+    confirms: bool = False
+    prefixes: tuple[Prefix, ...] = ()  # what the nodes may hold of it
 
 
 def wires_of(route: Route, options: ChainOptions, first: WireDtype | None) -> tuple[WireDtype, ...]:
@@ -97,6 +102,9 @@ def _sealed_entry(
         run_closing=runs_closing,
         sampling=options.sampling if runs_closing else None,
         tenant=options.tenant,
+        room=min(keys.room, options.max_positions),
+        confirms=keys.confirms,
+        prefixes=keys.prefixes,
     )
     aad = sealing.entry_aad(keys.session_id, keys.epoch, index)
     try:

@@ -28,6 +28,10 @@ _MAX_OPEN_BYTES = MAX_IN_FLIGHT // 2  # of one link: two links stay within what 
 MAX_QUEUED = 1024
 MAX_QUEUED_OF_SESSION = 1 << 16
 _SESSION_LANE = 16  # B: a session's lane is its id
+YIELDING_LANE = (
+    b"\0yields"  # goes only when nothing else may: what measures the line must not be in anybody's way
+)
+YIELDING_RECORD = 8 << 10  # B at most of one of its records, once sealed: so long a step may wait for it
 
 
 class Outgoing:
@@ -128,7 +132,10 @@ class Outbox:
 
         Raises `ProtocolError` TOO_BIG when the peer said that it takes no message of this size.
         """
-        outgoing = Outgoing(kind, lane, buffers, gone, self._sealer.max_payload)
+        max_payload = self._sealer.max_payload
+        if lane == YIELDING_LANE:
+            max_payload = min(max_payload, YIELDING_RECORD - OVERHEAD)
+        outgoing = Outgoing(kind, lane, buffers, gone, max_payload)
         if outgoing.size > self._max_message:
             raise ProtocolError(
                 ErrorCode.TOO_BIG,
@@ -220,10 +227,22 @@ class Outbox:
         """The first message in turn that may go: small, begun, or within what may be open at once."""
         for _ in range(len(self._turns)):
             outgoing = self._lanes[self._turns[0]][0]
-            if outgoing.is_whole or outgoing.is_begun or self._may_begin(outgoing):
+            if outgoing.lane != YIELDING_LANE and self._may_go(outgoing):
                 return outgoing
             self._turns.rotate(-1)
-        return None
+        return self._yielding_turn() if YIELDING_LANE in self._lanes else None
+
+    def _yielding_turn(self) -> Outgoing | None:
+        """What goes last, where it may go; what waits for open messages to end waits for this one, too."""
+        outgoing = self._lanes[YIELDING_LANE][0]
+        if not self._may_go(outgoing):
+            return None
+        self._turns.remove(YIELDING_LANE)
+        self._turns.appendleft(YIELDING_LANE)
+        return outgoing
+
+    def _may_go(self, outgoing: Outgoing) -> bool:
+        return outgoing.is_whole or outgoing.is_begun or self._may_begin(outgoing)
 
     def _may_begin(self, outgoing: Outgoing) -> bool:
         if not self._open:

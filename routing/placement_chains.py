@@ -1,7 +1,7 @@
 """Placements without replicas: each node serves one model, each model is one chain. A start for better ones.
 
 How many layers a node of a chain takes is exact: a chain passes R tokens/s if its nodes hold enough layers at
-1000 / (k * s) >= R, so the best R is the L-th largest of all 1000 / (k * s). Which node serves which model is a
+1000 / (k * s + r) >= R, so the best R is the L-th largest of all 1000 / (k * s + r). Which node serves which model is a
 local search over single moves and swaps.
 """
 
@@ -154,4 +154,5 @@ class _Assignment:
 def _rates(node: PoolNode, model: ModelDemand) -> Rates:
     """Tokens/s of one node by the number of layers it takes, 1, 2, ... as many as fit."""
     most = min(node.max_layers.get(model.digest, 0), model.num_layers)
-    return 1000 / (node.layer_ms[model.digest] * np.arange(1, most + 1))
+    line_ms = node.line_ms.get(model.digest, 0.0)
+    return 1000 / (line_ms + node.layer_ms[model.digest] * np.arange(1, most + 1))

@@ -131,7 +131,8 @@ class _Fit:
         self._board, self._beside, self._model, self._most = board, beside, model, most
         self._profile = board.profiles[model.digest]
         self._shape = _shape(model.num_layers, most)
-        self._rates = 1000 / (pass_ms(node, beside) + self._shape.counts * node.layer_ms[model.digest])
+        fixed_ms = pass_ms(node, beside) + node.line_ms.get(model.digest, 0.0)
+        self._rates = 1000 / (fixed_ms + self._shape.counts * node.layer_ms[model.digest])
 
     def best(self, *, gaps_first: bool) -> tuple[int, int]:
         """Start and number of layers; of equals the evenest. In a gap as much as fits, from its beginning on: what

@@ -1,8 +1,9 @@
 """What a placement is worth: models covered first, then demand x the tokens/s of each one's slowest layer.
 
-A node that holds k layers of s ms each passes 1000 / (k * s) tokens/s; one with several slices shares its time among
-them in proportion, so that each passes 1000 / (the ms of all it holds). Replicas of a layer add up. Pure arithmetic
-over a snapshot: knows nothing of how slices are chosen or loaded.
+A node that holds k layers of s ms each, to which a row takes r ms on its line (0 where nobody knows), passes
+1000 / (k * s + r) tokens/s; one with several slices shares its time among them in proportion, so that each passes
+1000 / (the ms of all it holds). Replicas of a layer add up. Pure arithmetic over a snapshot: knows nothing of how
+slices are chosen or loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from routing.types import NodeId, SliceSpec
 MAX_SPEED_UP = 16.0  # over the pool's median: a faster claim is not believed, or one liar would empty a slice
 LEAST_RATE = 1e-3  # tokens/s that a layer without a holder counts as when rates are compared
 UNKNOWN_MS = 1.0  # per layer, where nobody tells anything
+MAX_LINE_MS = 1000.0  # of one row on a line: a slower one leaves a node out just as well
 
 Profile = npt.NDArray[np.float64]  # tokens/s of each layer of one model
 Slices = Mapping[bytes, SliceSpec]  # what one node holds, by model digest
@@ -40,7 +42,7 @@ class PoolNode:
 
     `layer_ms`: one decode row through one layer. `max_layers`: what would fit if it held nothing else (none where
     absent); several slices share that room in proportion. `held`: one slice per model at most. `room`: layers that
-    fit beside what it holds; None: as many as `max_layers` again.
+    fit beside what it holds; None: as many as `max_layers` again. `line_ms`: one row on its way here, where known.
     """
 
     node_id: NodeId
@@ -48,6 +50,7 @@ class PoolNode:
     max_layers: Mapping[bytes, int]
     held: tuple[Placed, ...] = ()
     room: Mapping[bytes, int] | None = None
+    line_ms: Mapping[bytes, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,11 @@ def held_by(node: PoolNode) -> dict[bytes, SliceSpec]:
 
 
 def pass_ms(node: PoolNode, slices: Slices) -> float:
-    """What one row takes through all that a node would hold, in ms."""
-    return sum(node.layer_ms[digest] * (spec.end - spec.start) for digest, spec in slices.items())
+    """What one row takes through all that a node would hold, in ms, its way there included."""
+    total_ms = sum(node.layer_ms[digest] * (spec.end - spec.start) for digest, spec in slices.items())
+    if node.line_ms:
+        total_ms += sum(node.line_ms.get(digest, 0.0) for digest in slices)
+    return total_ms
 
 
 def share_used(slices: Slices, room: Mapping[bytes, int]) -> float:
@@ -100,7 +106,10 @@ def believed(pool: Sequence[PoolNode], models: Sequence[ModelDemand]) -> list[Po
         told = [node.layer_ms.get(model.digest, 0.0) for node in pool]
         told = [ms for ms in told if 0 < ms < math.inf]
         medians[model.digest] = statistics.median(told) if told else UNKNOWN_MS
-    return [replace(node, layer_ms=_believed(node.layer_ms, medians)) for node in pool]
+    return [
+        replace(node, layer_ms=_believed(node.layer_ms, medians), line_ms=_believed_lines(node.line_ms))
+        for node in pool
+    ]
 
 
 def _believed(told: Mapping[bytes, float], medians: Mapping[bytes, float]) -> dict[bytes, float]:
@@ -109,6 +118,10 @@ def _believed(told: Mapping[bytes, float], medians: Mapping[bytes, float]) -> di
         ms = told.get(digest, median)
         speeds[digest] = max(ms, median / MAX_SPEED_UP) if 0 < ms < math.inf else median
     return speeds
+
+
+def _believed_lines(told: Mapping[bytes, float]) -> dict[bytes, float]:
+    return {digest: min(ms, MAX_LINE_MS) for digest, ms in told.items() if ms > 0}
 
 
 class Standing(NamedTuple):

@@ -192,7 +192,13 @@ def _knowledge(
     measured: Mapping[NodeId, Measured] | None,
     sessions: Mapping[NodeId, int] | None,
 ) -> Knowledge:
-    return Knowledge(measured or {}, sessions or {}, request.forms, request.held)
+    return Knowledge(
+        measured or {},
+        sessions or {},
+        request.forms,
+        request.held,
+        rows_come_back=not request.needs_closing,
+    )
 
 
 def _most_promising(usable: Usable, known: Knowledge, request: RouteRequest) -> Usable:

@@ -5,13 +5,22 @@ Composes only; when a record is signed and spread is `announcer`'s part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from routing.address_policy import AddressPolicy
-from routing.announcement import MAX_NEIGHBOURS, PREFIX_SIZE, Announcement, Contact
+from routing.announcement import (
+    MAX_MBPS,
+    MAX_NEIGHBOURS,
+    MIN_MBPS,
+    PREFIX_SIZE,
+    Announcement,
+    Contact,
+)
 from routing.endpoint import Endpoint
 from routing.gossip import Gossip
 from routing.identity import Identity
+from routing.link import Link
 from routing.network_settings import NetworkSettings, Offering
 from routing.reach import Reachability
 from routing.reservations import Reservations
@@ -19,6 +28,14 @@ from routing.types import Capabilities, NodeAddress, WireDtype
 
 MAX_TOLD_SLICES = 8  # in capabilities, which have to fit a handshake message
 VOUCHER_MARGIN_MS = 5000  # a relayed contact that ends sooner is not announced
+
+
+class Neighbour(NamedTuple):
+    """A member that we have a direct link to."""
+
+    prefix: bytes
+    rtt_ms: float
+    mbps: float | None  # what the line from it brings; None: not known
 
 
 class Presence:
@@ -63,9 +80,7 @@ class Presence:
             moved=self._settings.moved,
         )
 
-    def compose(
-        self, contacts: tuple[Contact, ...], neighbour_ms: tuple[tuple[bytes, float], ...]
-    ) -> Announcement:
+    def compose(self, contacts: tuple[Contact, ...], neighbours: Sequence[Neighbour]) -> Announcement:
         """What a record says now; its sequence and times are left to whoever signs it."""
         offering = self._offering() if self._offering is not None else Offering()
         roles = [("node", self.serves), ("sentinel", self._settings.is_sentinel)]
@@ -84,7 +99,8 @@ class Presence:
             free_bytes=offering.free_bytes,
             intends=offering.intends,
             owner=self._settings.owner,
-            neighbour_ms=neighbour_ms,
+            neighbour_ms=tuple((it.prefix, it.rtt_ms) for it in neighbours),
+            neighbour_mbps=tuple((it.prefix, it.mbps) for it in neighbours if it.mbps is not None),
             moved=self._settings.moved,
         )
 
@@ -104,11 +120,17 @@ class Presence:
         )
 
 
-def neighbour_ms(endpoint: Endpoint, gossip: Gossip) -> tuple[tuple[bytes, float], ...]:
-    """Round trips to the nearest members that we have direct links to."""
+def neighbours(endpoint: Endpoint, gossip: Gossip) -> list[Neighbour]:
+    """The nearest members that we have direct links to."""
     found = {
-        link.peer_id[:PREFIX_SIZE]: round(link.rtt_ms, 3)
+        link.peer_id: Neighbour(link.peer_id[:PREFIX_SIZE], round(link.rtt_ms, 3), _mbps(link))
         for link in endpoint.links
         if link.rtt_ms is not None and not link.is_relayed and link.peer_id in gossip.announcements
     }
-    return tuple(sorted(found.items(), key=lambda item: item[1])[:MAX_NEIGHBOURS])
+    return sorted(found.values(), key=lambda it: it.rtt_ms)[:MAX_NEIGHBOURS]
+
+
+def _mbps(link: Link) -> float | None:
+    """As others take it, in three digits."""
+    mbps = link.mbps
+    return None if mbps is None else float(f"{min(max(mbps, MIN_MBPS), MAX_MBPS):.3g}")

@@ -28,6 +28,8 @@ class RecordedStep:
     until: float | None = None  # time.monotonic() at which its deadline runs out
     answer: asyncio.Future[Answer] | None = None  # None: none is wanted, or it was handed out already
     wire_back: WireDtype = WireDtype.FLOAT32
+    is_held: bool = False  # never sent: every node held its positions; there is no payload yet
+    leaves_out: bool = False  # numbers before it were not sent
 
     @property
     def end(self) -> int:
@@ -89,10 +91,28 @@ class Recording:
         """The steps whose answers are due."""
         return [step for step in self._steps if not step.is_answered]
 
+    @property
+    def end(self) -> int:
+        """The position after its last row; 0 where there is none."""
+        return self._steps[-1].end if self._steps else 0
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether any step was sent."""
+        return bool(self._steps) and not self._steps[-1].is_held
+
+    def leave_out(self, num_positions: int, rows: int, wire: WireDtype) -> None:
+        """Begin with steps of so many rows that need not be sent, since every node holds their positions."""
+        assert not self._steps
+        for start in range(0, num_positions, rows):
+            step = RecordedStep(start, min(rows, num_positions - start), b"", wire, Want.NONE, is_held=True)
+            self.add(step)
+
     def add(self, step: RecordedStep) -> None:
         """Number and keep a step; rows recorded at or after its position are forgotten: it overwrites them."""
         self.last_number += 1
         step.number = self.last_number
+        step.leaves_out = not step.is_held and bool(self._steps) and self._steps[-1].is_held
         while self._steps and self._steps[-1].position >= step.position:
             self._steps.pop()
         if self._steps and self._steps[-1].end > step.position:

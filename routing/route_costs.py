@@ -1,6 +1,7 @@
 """What a token costs on its way through a route, in expected milliseconds: the model that the planner minimises.
 
     half the round trip to the first hop + one way between neighbours + half the round trip of the last hop
+    + per line whose bandwidth is known: what one row takes on it
     + per hop: HOP_MS, what steps wait there, its load, penalties
     + per layer: ms of one decode row through it
 
@@ -13,7 +14,7 @@ import functools
 import ipaddress
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routing.measurements import Measured
-from routing.types import NodeAddress, NodeId, NodeRecord, SliceOffer, SliceSpec
+from routing.types import WIDTHS, NodeAddress, NodeId, NodeRecord, SliceOffer, SliceSpec, WireDtype
 
 HOP_MS = 0.5  # one hop's frames, wake-ups and encryption beside its compute (bar of the hop cost: 1 ms)
 NEAR_RTT_MS = 1.0  # two nodes of one prefix, where neither tells more
@@ -40,6 +41,10 @@ REBUILD_MS = (
     1e4  # per layer that no survivor of a broken route keeps: the most layers kept, then the least ms
 )
 PREFIX = 8  # bytes of an id by which neighbours are named
+MIN_ROW_MS, MAX_ROW_MS = (
+    0.01,
+    1000.0,
+)  # of one row on a line: less is nothing, and nobody's word counts for more
 
 Column = npt.NDArray[np.float64]
 Usable = Sequence[tuple[NodeRecord, Sequence[SliceOffer]]]
@@ -81,6 +86,7 @@ class Knowledge:
     sessions: Mapping[NodeId, int]
     forms: frozenset[str] = frozenset()
     held: Mapping[NodeId, SliceSpec] | None = None
+    rows_come_back: bool = True  # else the last hop draws: what comes back are a few bytes
 
 
 def route_costs(usable: Usable, spec: SliceSpec, known: Knowledge) -> RouteCosts:
@@ -90,7 +96,12 @@ def route_costs(usable: Usable, spec: SliceSpec, known: Knowledge) -> RouteCosts
     relayed = np.array([RELAYED_MS * record.address.is_relayed for record in records])
     way = rtts / 2 + relayed
     between = _between(records, rtts) + relayed[:, None]
-    return RouteCosts(records, legs_of(usable, spec, known), way, way, between)
+    bits = _row_bits(usable)
+    if (mbps := _slower_of_both(records)) is not None:
+        between += _row_ms(bits[:, None], mbps)
+    ours = np.array([record.mbps or np.nan for record in records], np.float64)
+    back = way + _row_ms(bits, ours) if known.rows_come_back else way
+    return RouteCosts(records, legs_of(usable, spec, known), way, back, between)
 
 
 def legs_of(usable: Usable, spec: SliceSpec, known: Knowledge) -> list[Leg]:
@@ -104,6 +115,14 @@ def legs_of(usable: Usable, spec: SliceSpec, known: Knowledge) -> list[Leg]:
             per_hop = _hop_ms(record, offer, load, known)
             legs += _legs(node, record.address.node_id, offer, spec, per_layer, per_hop, known.held)
     return legs
+
+
+def lines_ms(path: Usable) -> float:
+    """What one row takes on the lines between a route's nodes, in order, where that is known."""
+    mbps = _slower_of_both([record for record, _ in path])
+    if mbps is None:
+        return 0.0
+    return float(_row_ms(_row_bits(path)[1:], np.diagonal(mbps, -1)).sum())
 
 
 def site(address: NodeAddress) -> str:
@@ -224,19 +243,57 @@ def _between(records: Sequence[NodeRecord], rtts: Column) -> Column:
 
 def _told(records: Sequence[NodeRecord]) -> Column:
     """The round trips that nodes tell of one another, NaN where none does."""
+    longest = _pairs(records, [record.neighbour_ms for record in records], max)
+    return np.full((len(records), len(records)), np.nan) if longest is None else longest
+
+
+def _slower_of_both(records: Sequence[NodeRecord]) -> Column | None:
+    """Mbit/s of lines as both ends tell it, NaN where none does; None: nobody tells anything.
+
+    The lower where both do: who praises a line alone gains no more than by silence, who runs one down loses it.
+    """
+    return _pairs(records, [record.neighbour_mbps for record in records], min)
+
+
+def _pairs(
+    records: Sequence[NodeRecord],
+    told: Sequence[Mapping[bytes, float]],
+    of_both: Callable[[float, float], float],
+) -> Column | None:
+    """What nodes tell of pairs of them, [num_nodes, num_nodes], NaN where none does; None: nobody tells anything."""
+    if not any(told):
+        return None
     index = {record.address.node_id[:PREFIX]: number for number, record in enumerate(records)}
-    longest: dict[tuple[int, int], float] = {}
-    for here, record in enumerate(records):
-        for prefix, rtt_ms in record.neighbour_ms.items():
+    found: dict[tuple[int, int], float] = {}
+    for here, of_others in enumerate(told):
+        for prefix, value in of_others.items():
             there = index.get(prefix)
-            if there is not None and _is_time(rtt_ms):
+            if there is not None and _is_time(value):
                 pair = (min(here, there), max(here, there))
-                longest[pair] = max(longest.get(pair, 0.0), rtt_ms)
-    told = np.full((len(records), len(records)), np.nan)
-    if longest:
-        first, second = np.array(list(longest)).T
-        told[first, second] = told[second, first] = list(longest.values())
-    return told
+                found[pair] = of_both(found.get(pair, value), value)
+    table = np.full((len(records), len(records)), np.nan)
+    if found:
+        first, second = np.array(list(found)).T
+        table[first, second] = table[second, first] = list(found.values())
+    return table
+
+
+def _row_bits(usable: Usable) -> Column:
+    """What one row into each node has, in bits."""
+    return np.array([_bits(record, offers[0]) for record, offers in usable], np.float64)
+
+
+def _bits(record: NodeRecord, offer: SliceOffer) -> int:
+    """What one row of hidden states has on its way to a node (see `opening.wires_of`)."""
+    wire = offer.dtype if offer.dtype in record.dtypes else WireDtype.FLOAT32
+    return 8 * offer.hidden_size * WIDTHS[wire]
+
+
+def _row_ms(bits: Column, mbps: Column) -> Column:
+    """What a row takes on a line; nothing where it is not known."""
+    with np.errstate(divide="ignore"):
+        row_ms = np.minimum(bits / (1000 * np.maximum(mbps, 0.0)), MAX_ROW_MS)
+    return np.where(row_ms >= MIN_ROW_MS, row_ms, 0.0)  # NaN is not
 
 
 def _is_time(value: float | None) -> bool:

@@ -23,6 +23,7 @@ from routing.types import Inquire, NodeId, Route, Standing
 # A watched link whose PING waits for so long is a reason to re-route, nothing more. With a PING after half a second of
 # silence and ten looks a second, that is found within two seconds of the peer's last word (transport.md, 5.6).
 SUSPECT_AFTER_S = 1.4
+REACH_EVERY_S = 2.0  # another way to a silent node may work now: a sentinel is back, a reservation made anew
 INQUIRY_S = 1.0  # who has not said by then how far it is won't be waited for
 
 
@@ -57,7 +58,7 @@ class RouteWatch:
         self._may_do_without = may_do_without
         self._note = note
         self._reach_again = reach_again
-        self._gave_up: set[Link] = set()  # silent ones beside which another was looked for
+        self._looked_at: dict[Link, float] = {}  # silent ones beside which another was looked for, and when
         self._standings: dict[int, Standing] = {}
         self._asked: set[int] = set()  # hops that have not said yet how far they are
         self._asked_at: float | None = None  # because of an overdue step
@@ -110,6 +111,7 @@ class RouteWatch:
 
         Its path may be what is silent: the sentinel in between, or a NAT box that forgot.
         """
+        now = time.monotonic()
         for hop, link in enumerate(self._links):
             if link is None or link.is_closed or link.silent_for_s < SUSPECT_AFTER_S:
                 continue
@@ -117,8 +119,9 @@ class RouteWatch:
                 silent = LinkError(ErrorCode.TIMEOUT, "the node is silent", hop=hop)
                 self._note(Trouble(silent, is_seen=True, node_id=link.peer_id))
                 return
-            if link.silent_for_s >= STALE_AFTER_S and link not in self._gave_up:
-                self._gave_up.add(link)
+            is_due = now - self._looked_at.get(link, -REACH_EVERY_S) >= REACH_EVERY_S
+            if link.silent_for_s >= STALE_AFTER_S and is_due:
+                self._looked_at[link] = now
                 self._reach_again(hop)
 
     def _is_overdue(self, due: Due, now: float) -> bool:

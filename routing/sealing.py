@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import struct
 from dataclasses import replace
+from typing import Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from routing.errors import ErrorCode, SecurityError
 from routing.maps import U32, MapReader, address_item, malformed, pack_map, unpack_map
 from routing.steps import answer_header
-from routing.types import Answer, HopEntry, NodeId, SessionId, StepFlag
+from routing.types import Answer, HopEntry, NodeId, Prefix, SessionId, StepFlag
 
 KEY_SIZE = 32
 PROOF_SIZE = 32
@@ -28,6 +29,9 @@ MAX_HOPS = 128
 ATTACH = b"attach"
 CANCEL = b"cancel"  # the session ends, here and down the chain
 LEAVE = b"leave"  # a later route does without this node: it frees the session, those after it do not
+KEEP = b"keep"  # the session ends here and down the chain; what it computed is kept for others that begin like it
+MAX_PREFIXES = 8  # that one entry may name
+PREFIX_HASH_SIZE = 16
 MAX_NEXT = 4  # ways to the next hop: direct, and through the sentinels that it has reservations at
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ENTRY_DOMAIN = b"diffuse/hop-entry/1"
@@ -137,6 +141,12 @@ def encode_entry(entry: HopEntry) -> bytes:
         fields["nx"] = [address_item(address) for address in (entry.next_hop, *entry.next_alternatives)]
     if entry.sampling is not None:
         fields["sa"] = dict(entry.sampling)
+    if entry.room:
+        fields["rm"] = entry.room
+    if entry.confirms:
+        fields["cf"] = True
+    if entry.prefixes:
+        fields["pf"] = [[prefix.length, prefix.hash] for prefix in entry.prefixes]
     return pack_map(fields, MAX_ENTRY_SIZE)
 
 
@@ -169,7 +179,30 @@ def decode_entry(content: bytes) -> HopEntry:
         run_closing=fields.flag("rc"),
         sampling=fields.plain("sa") if "sa" in fields else None,
         tenant=_optional_blob(fields, "te", 8),
+        room=fields.integer("rm", 0, U32, default=0),
+        confirms=fields.flag("cf"),
+        prefixes=_read_prefixes(fields),
     )
+
+
+def _read_prefixes(fields: MapReader) -> tuple[Prefix, ...]:
+    """The longest first, as the sender must have them: a node looks no further than the first that it holds."""
+    if "pf" not in fields:
+        return ()
+    prefixes = tuple(_read_prefix(item) for item in fields.rows("pf", max_count=MAX_PREFIXES))
+    lengths = [prefix.length for prefix in prefixes]
+    if lengths != sorted(set(lengths), reverse=True):
+        raise malformed("a route entry's prefixes are not in order")
+    return prefixes
+
+
+def _read_prefix(item: list[Any]) -> Prefix:
+    match item:
+        case [int(length), bytes(end)] if (
+            type(length) is int and 0 < length <= U32 and len(end) == PREFIX_HASH_SIZE
+        ):
+            return Prefix(length, end)
+    raise malformed("a route entry's prefix is none")
 
 
 def _optional_blob(fields: MapReader, key: str, size: int) -> bytes:

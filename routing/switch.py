@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from routing.link import Link
 from routing.measurements import Measured
-from routing.types import Answer, Cancel, Hop, NodeId, Route
+from routing.types import Answer, Cancel, Hop, Keep, NodeId, Route
 
 if TYPE_CHECKING:
     from routing.chain import Chain
@@ -37,6 +37,9 @@ class Switch(Protocol):
 
     def deliver(self, node_id: NodeId, cancel: Cancel) -> None:
         """Send a cancel now, or as soon as a link to the node is up. Never waits."""
+
+    def keep(self, node_id: NodeId, keep: Keep, otherwise: Cancel) -> None:
+        """Send a Keep if there is a link to the node, else a Cancel as soon as there is one. Never waits."""
 
     def note_loss(self, node_id: NodeId) -> None:
         """A node was found gone or silent."""

@@ -25,15 +25,19 @@ from routing.errors import NoRouteError, RemoteError
 from routing.link import Link
 from routing.measurements import Measured, Measurements
 from routing.opening import ChainOptions
-from routing.planner import RouteRequest, plan_route
+from routing.planner import RouteRequest, plan_route, route_ms
+from routing.prefix import Beginning, prefers_holders
+from routing.route_costs import lines_ms
 from routing.types import (
     Answer,
     Cancel,
     Description,
     Failure,
     Hop,
+    Keep,
     Message,
     NodeId,
+    Opened,
     Resumed,
     Route,
     SessionId,
@@ -51,6 +55,8 @@ DOUBT_S = 10.0
 # What was posted so shortly before its link was lost may be lost too: a silent link is given up after ten seconds.
 LOST_WITH_LINK_S = 15.0
 REACH_SOON_S = 10.0  # for a link that is a gain, not a need
+LINES_S = 10.0  # how long what is known of the lines between a route's nodes is taken for the present
+MAX_LINES = 256  # routes of which that is remembered
 
 
 @dataclass(slots=True)
@@ -69,6 +75,7 @@ class Switchboard:
     _endpoint: Endpoint | None = None
     _directory: Directory | None = None
     _doubted_at: dict[NodeId, float] = field(default_factory=dict)  # time.monotonic()
+    _lines: dict[tuple[NodeId, ...], tuple[float, float]] = field(default_factory=dict)  # when, ms of a row
     _background: Background = field(default_factory=Background)
     last_loss_at: float = -math.inf  # in time.monotonic(): who was found gone then may be back soon
 
@@ -94,14 +101,22 @@ class Switchboard:
         return tuple(chain.route for chain in self._chains.values() if chain.route is not None)
 
     async def open_chain(
-        self, request: RouteRequest, options: ChainOptions, *, deadline_s: float | None = None
+        self,
+        request: RouteRequest,
+        options: ChainOptions,
+        *,
+        deadline_s: float | None = None,
+        beginning: Beginning | None = None,
     ) -> Chain:
         """Plan, open and register one session's chain. Raises NoRouteError or RemoteError."""
 
         def replan(excluded: frozenset[NodeId], previous: Route | None) -> Route:
-            return self._plan(_narrowed(request, excluded, previous))
+            narrowed = _narrowed(request, excluded, previous)
+            if previous is None and beginning is not None and beginning.holders:
+                return self._plan_with(narrowed, beginning)
+            return self._plan(narrowed)
 
-        chain = Chain(self, replan, options, new_secret=secrets.token_bytes)
+        chain = Chain(self, replan, options, new_secret=secrets.token_bytes, beginning=beginning)
         try:
             await chain.open(deadline_s=deadline_s)
         except BaseException:  # a caller that left while the route was being opened, too
@@ -128,14 +143,56 @@ class Switchboard:
                 return plan_route(records, spared, measured=measured, sessions=sessions)
         return plan_route(records, request, measured=measured, sessions=sessions)
 
+    def _plan_with(self, request: RouteRequest, beginning: Beginning) -> Route:
+        """A route over the nodes that hold the session's beginning, unless another is so much faster."""
+        holders, free = beginning.holders, self._plan(request)
+        try:
+            near = self._plan(replace(request, held=holders))
+        except NoRouteError:
+            return free
+        if {hop.address.node_id: hop.spec for hop in near.hops} != holders or near == free:
+            return free
+        free_ms, near_ms = self._route_ms(free, request), self._route_ms(near, request)
+        gains = prefers_holders(
+            free_ms,
+            near_ms,
+            num_rows=beginning.num_rows,
+            num_held=beginning.num_held,
+            free_lines_ms=self._lines_ms(free),
+            holders_lines_ms=self._lines_ms(near),
+        )
+        return near if gains else free
+
+    def _route_ms(self, route: Route, request: RouteRequest) -> float:
+        measured = self.measurements.of(request.model_digest)
+        records = self.directory.records()
+        return route_ms(records, route, request, measured=measured, sessions=self._sessions())
+
     def _network_ms(self, route: Route) -> float:
-        """What a step spends between machines: half our round trips to both ends, and what its hops are apart.
+        """What any step spends between machines: half our round trips to both ends, and what its hops are apart.
 
         That is guessed from our own round trips to them: no nearer to each other than the nearer of two is to us.
         """
         links = [self.live_link(hop.address.node_id) for hop in route.hops]
         rtts = [link.rtt_ms or 0.0 if link is not None else 0.0 for link in links]
         return (rtts[0] + rtts[-1] + sum(min(pair) for pair in pairwise(rtts))) / 2
+
+    def _lines_ms(self, route: Route) -> float:
+        """What one row takes on the lines between a route's hops, where that is known; looked up now and then."""
+        path, now = tuple(hop.address.node_id for hop in route.hops), time.monotonic()
+        known = self._lines.get(path)
+        if known is None or now - known[0] > LINES_S:
+            records = {record.address.node_id: record for record in self.directory.records()}
+            there = [
+                (records[hop.address.node_id], [hop.offer])
+                for hop in route.hops
+                if hop.address.node_id in records
+            ]
+            known = now, lines_ms(there) if len(there) == len(path) else 0.0
+            if len(self._lines) >= MAX_LINES:
+                self._lines.clear()
+            self._lines[path] = known
+        return known[1]
 
     def _sessions(self) -> Mapping[NodeId, int]:
         """How many of our sessions are on each node."""
@@ -180,6 +237,16 @@ class Switchboard:
             with contextlib.suppress(RemoteError):
                 link.post(cancel)
 
+    def keep(self, node_id: NodeId, keep: Keep, otherwise: Cancel) -> None:
+        link = self.live_link(node_id)
+        if link is None:
+            self.deliver(node_id, otherwise)
+            return
+        # Were the link lost now, the cancel would follow: it ends a session that the Keep did not reach.
+        self._posted.setdefault(node_id, deque(maxlen=MAX_OWED)).append((time.monotonic(), otherwise))
+        with contextlib.suppress(RemoteError):
+            link.post(keep)
+
     def note_loss(self, node_id: NodeId) -> None:
         self.last_loss_at = time.monotonic()
         self.directory.note_loss(node_id)
@@ -197,7 +264,7 @@ class Switchboard:
             rows,
             answer.traces,
             waited_ms=waited_s * 1000,
-            network_ms=self._network_ms(route),
+            network_ms=self._network_ms(route) + rows * self._lines_ms(route),
         )
 
     def measured(self, model_digest: bytes) -> Mapping[NodeId, Measured]:
@@ -216,6 +283,9 @@ class Switchboard:
             case Resumed():
                 if chain := self._chains.get(message.session_id):
                     chain.take_resumed(link.peer_id, message)
+            case Opened():
+                if chain := self._chains.get(message.session_id):
+                    chain.take_opened(link.peer_id, message)
             case Standing():
                 if chain := self._chains.get(message.session_id):
                     chain.take_standing(link.peer_id, message)

@@ -114,6 +114,14 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first `length` positions of a session, by the end of the hash chain over them (see `prefix`)."""
+
+    length: int
+    hash: bytes  # 16 B
+
+
+@dataclass(frozen=True, slots=True)
 class HopEntry:
     """What one node learns of a route: its own work and its neighbours, nothing else."""
 
@@ -139,6 +147,34 @@ class HopEntry:
         default=None, repr=False
     )  # closing hop only, see slicing.sampler
     tenant: bytes = b""  # 8 B keyed tag, for fairness
+    room: int = 0  # positions to set memory aside for at the Open; 0: as steps come
+    confirms: bool = False  # say `Opened` to the hop before, once this hop and those after it have opened
+    prefixes: tuple[Prefix, ...] = ()  # what this hop may hold of the session already, the longest first
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A node tells whoever is before it that a session is open from here on down the chain.
+
+    `held` positions of it need no step: every node from here on holds them from an earlier session.
+    """
+
+    session_id: SessionId
+    epoch: int
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """End a session as a Cancel does, but keep its keys and values for later ones that begin in the same way.
+
+    `hashes` are those of its full blocks, from the first on. Valid on any link, because of `proof`.
+    """
+
+    session_id: SessionId
+    epoch: int
+    proof: bytes = field(repr=False)
+    hashes: tuple[bytes, ...] = field(repr=False)  # 16 B each
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +206,7 @@ class Failure:
     hop: int
     retry_ms: int = 0
     text: str = ""
+    room: int = 0  # NO_ROOM: positions that a session can have there at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +306,20 @@ class PingReport:
 
 
 @dataclass(frozen=True, slots=True)
+class BurstRequest:
+    """Ask a peer for a `Burst` of so many bytes, to see how fast they come."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Bytes that mean nothing: how long they take tells what the line brings. Everything else goes first."""
+
+    content: Buffer = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Ask a sentinel to dial back to the address it sees us at, at this port (transport.md 5.6)."""
 
@@ -353,6 +404,8 @@ Message = (
     | Open
     | Attach
     | Cancel
+    | Keep
+    | Opened
     | Failure
     | Describe
     | Description
@@ -364,6 +417,8 @@ Message = (
     | Records
     | PingRequest
     | PingReport
+    | BurstRequest
+    | Burst
     | Probe
     | Probed
     | Reserve
@@ -430,6 +485,8 @@ class SliceOffer:
     has_closing: bool = False
     layer_ms: float = 0.0  # measured at start: one decode row through one layer
     layer_hashes: tuple[bytes, ...] = ()  # 8 B per layer of the slice: replicas must agree
+    confirms: bool = False  # says `Opened` where it is asked to
+    keeps: bool = False  # takes `Keep`: what it computes does not depend on how rows were split
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,6 +518,10 @@ class NodeRecord:
     )
     max_sessions: int = 0  # 0: not known
     neighbour_ms: Mapping[bytes, float] = field(default_factory=dict)  # RTTs it tells, by 8 B id prefix
+    neighbour_mbps: Mapping[bytes, float] = field(
+        default_factory=dict
+    )  # what lines from them bring it, Mbit/s, alike
+    mbps: float | None = None  # what our own line from it brings; None: not known
     alternatives: tuple[NodeAddress, ...] = ()  # other ways to it, the better first
     is_verified: bool = True  # it described itself on a link of ours; else these are a stranger's claims
 

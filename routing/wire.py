@@ -15,6 +15,7 @@ from routing.errors import LocalError
 from routing.maps import MAX_LAYERS, U16, U32, U64, MapReader, malformed, pack_map, unpack_map
 from routing.sealing import (
     MAX_HOPS,
+    PREFIX_HASH_SIZE,
     PROOF_SIZE,
     SealKey,
     entry_aad,
@@ -37,8 +38,10 @@ from routing.types import (
     Description,
     Failure,
     Inquire,
+    Keep,
     Message,
     Open,
+    Opened,
     Resumed,
     SliceOffer,
     SliceSpec,
@@ -68,6 +71,8 @@ __all__ = [
 
 MAX_MAP_SIZE = 16 << 10  # transport.md 5.2
 MAX_OPEN_SIZE = 60 << 10  # carries one sealed entry per hop, and still fits one record
+MAX_KEEP_SIZE = 60 << 10  # a hash for each block of sixteen positions
+MAX_HASHES = 3584  # of one Keep: 57,344 positions; what a longer session has beyond them is not kept
 MAX_CAPABILITIES_SIZE = 600  # keeps a handshake message below 1,024 B
 MAX_TEXT = 1000  # characters of an error text
 MAX_OFFERS = 64
@@ -75,6 +80,7 @@ HASH_SIZE = 8
 _CRITICAL = 128  # an unknown kind from here on may not be ignored
 
 STEP, ANSWER, OPEN, ATTACH, CANCEL, FAILURE, DESCRIBE, DESCRIPTION, RESUMED, INQUIRE, STANDING = range(1, 12)
+OPENED, KEEP = 12, 13
 
 
 def encode(message: Message) -> tuple[int, list[Buffer]]:
@@ -111,7 +117,7 @@ def lane(message: Message) -> bytes:
     """Return the ordering key of a message: one lane stays in order, lanes overtake each other.
 
     A session's Open, steps, answers and failures share a lane. A Cancel never waits behind the prefill that
-    it cancels.
+    it cancels; a Keep, as large as a long session, never holds up another one's Cancel.
     """
     if isinstance(message, (Cancel, Describe, Description, Inquire, Standing)):
         return b""
@@ -188,7 +194,7 @@ def _read_open(fields: MapReader) -> Open:
     return Open(fields.session("s"), fields.integer("e", 0, U16), hop, entries)
 
 
-def _proved_fields(message: Attach | Cancel) -> dict[str, object]:
+def _proved_fields(message: Attach | Cancel | Keep) -> dict[str, object]:
     return {"s": message.session_id, "e": message.epoch, "p": message.proof}
 
 
@@ -209,6 +215,7 @@ def _failure_fields(message: Failure) -> dict[str, object]:
         "h": message.hop,
         "r": message.retry_ms,
         "t": message.text[:MAX_TEXT],
+        **({"a": message.room} if message.room else {}),
     }
 
 
@@ -221,7 +228,28 @@ def _read_failure(fields: MapReader) -> Failure:
         hop=fields.integer("h", 0, MAX_HOPS),
         retry_ms=fields.integer("r", 0, U32, default=0),
         text=fields.text("t", MAX_TEXT, default=""),
+        room=fields.integer("a", 0, U32, default=0),
     )
+
+
+def _opened_fields(message: Opened) -> dict[str, object]:
+    return {"s": message.session_id, "e": message.epoch, "n": message.held}
+
+
+def _read_opened(fields: MapReader) -> Opened:
+    return Opened(fields.session("s"), fields.integer("e", 0, U16), fields.integer("n", 0, U32, default=0))
+
+
+def _keep_fields(message: Keep) -> dict[str, object]:
+    return {**_proved_fields(message), "b": b"".join(message.hashes)}
+
+
+def _read_keep(fields: MapReader) -> Keep:
+    packed, size = fields.blob("b", None), PREFIX_HASH_SIZE
+    if len(packed) % size or not 0 < len(packed) <= size * MAX_HASHES:
+        raise malformed(f"a keep holds {len(packed)} bytes of hashes")
+    hashes = tuple(packed[at : at + size] for at in range(0, len(packed), size))
+    return Keep(fields.session("s"), fields.integer("e", 0, U16), fields.blob("p", PROOF_SIZE), hashes)
 
 
 def _resumed_fields(message: Resumed) -> dict[str, object]:
@@ -305,6 +333,8 @@ def offer_fields(offer: SliceOffer) -> dict[str, object]:
         "c": offer.has_closing,
         "ms": float(offer.layer_ms),
         "h": b"".join(offer.layer_hashes),
+        **({"cf": True} if offer.confirms else {}),
+        **({"kp": True} if offer.keeps else {}),
     }
 
 
@@ -326,6 +356,8 @@ def read_offer(fields: MapReader) -> SliceOffer:
         has_closing=fields.flag("c"),
         layer_ms=fields.number("ms", default=0.0),
         layer_hashes=tuple(hashes[i : i + HASH_SIZE] for i in range(0, len(hashes), HASH_SIZE)),
+        confirms=fields.flag("cf"),
+        keeps=fields.flag("kp"),
     )
 
 
@@ -339,6 +371,8 @@ _WRITERS: dict[type[Any], tuple[int, Callable[[Any], dict[str, object]]]] = {
     Resumed: (RESUMED, _resumed_fields),
     Inquire: (INQUIRE, _inquire_fields),
     Standing: (STANDING, _standing_fields),
+    Opened: (OPENED, _opened_fields),
+    Keep: (KEEP, _keep_fields),
     **network_wire.WRITERS,
 }
 _READERS: dict[int, Callable[[MapReader], Message]] = {
@@ -351,6 +385,8 @@ _READERS: dict[int, Callable[[MapReader], Message]] = {
     RESUMED: _read_resumed,
     INQUIRE: _read_inquire,
     STANDING: _read_standing,
+    OPENED: _read_opened,
+    KEEP: _read_keep,
     **network_wire.READERS,
 }
-_LIMITS = {OPEN: MAX_OPEN_SIZE, **network_wire.LIMITS}
+_LIMITS = {OPEN: MAX_OPEN_SIZE, KEEP: MAX_KEEP_SIZE, **network_wire.LIMITS}

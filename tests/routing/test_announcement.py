@@ -118,12 +118,24 @@ def refusal_of(record: bytes, **changes: Any) -> Refusal:
 # --- what an honest node signs
 
 
-@pytest.mark.parametrize("told", [announcement(), FULL], ids=["bare", "full"])
+LINED = replace(FULL, neighbour_mbps=((b"12345678", 94.1),))
+
+
+@pytest.mark.parametrize("told", [announcement(), FULL, LINED], ids=["bare", "full", "lined"])
 def test_a_record_reads_as_it_was_signed(told: Announcement) -> None:
     record = sign(told)
     assert len(record) <= MAX_RECORD_SIZE
     assert read_announcement(record, NETWORK_ID, POLICY, now_ms=NOW_MS) == told
     assert author_of(record) == (NODE.node_id, told.sequence)
+
+
+@pytest.mark.parametrize("mbps", [0.0, -1.0, 1e9, math.inf, math.nan])
+def test_a_bandwidth_that_cannot_be_is_neither_signed_nor_taken(mbps: float) -> None:
+    with pytest.raises(SettingsError):
+        sign(announcement(neighbour_mbps=((b"12345678", mbps),)))
+    fields = msgpack.unpackb(sign(FULL)[HEAD_SIZE:-64])
+    assert refusal_of(with_body({**fields, "b": [[b"12345678", mbps]]})) is Refusal.ABSURD
+    assert refusal_of(with_body({**fields, "b": [[b"1234567", 9.0]]})) is Refusal.MALFORMED
 
 
 def test_a_tombstone_has_no_contacts_and_says_so() -> None:

@@ -145,9 +145,9 @@ def test_what_is_too_much_leaves_out_the_neighbours_first() -> None:
     speaker = Speaker()
     offers = tuple(replace(offer(0, 4), model_name="m" * 110, spec=SliceSpec(0, n % 8 + 1)) for n in range(9))
     neighbours = tuple((bytes([number]) * 8, 1.5) for number in range(8))
-    speaker.change(offers=offers, neighbour_ms=neighbours)
+    speaker.change(offers=offers, neighbour_ms=neighbours, neighbour_mbps=neighbours)
     speaker.said()
-    assert speaker.last.neighbour_ms == ()
+    assert speaker.last.neighbour_ms == speaker.last.neighbour_mbps == ()
     assert len(speaker.last.offers) == 9
 
 

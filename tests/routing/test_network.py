@@ -246,6 +246,11 @@ async def test_known_peers_are_dialled_when_the_bootstrap_is_gone(swarm: Swarm, 
     await until(lambda: again.endpoint.links_to(one.node_id))
 
 
+async def test_a_public_address_that_nobody_could_dial_is_a_settings_error(swarm: Swarm) -> None:
+    with pytest.raises(SettingsError, match=r"the public address 0\.0\.0\.0 is an address that nobody"):
+        await swarm.node(public_addr=("0.0.0.0", 1))
+
+
 async def test_a_public_address_that_does_not_resolve_is_a_settings_error(swarm: Swarm) -> None:
     with pytest.raises(SettingsError, match="cannot be resolved"):
         await swarm.node(public_addr=("no-such-host.invalid", 1))

@@ -61,6 +61,32 @@ def test_several_slices_share_their_nodes_time() -> None:
     assert score([pool_node(1, models, 2.0, 9, (0, 3), (0, 2))], models) == Score(2, 2 * 1000 / 10)
 
 
+def test_a_rows_way_to_a_node_counts_as_its_time() -> None:
+    models = models_of(3)
+    node = replace(pool_node(1, models, 2.0, 9, (0, 3)), line_ms={models[0].digest: 4.0})
+    assert score([node], models) == Score(1, 1000 / (3 * 2.0 + 4.0))
+
+
+def test_a_node_on_a_slow_line_gets_fewer_layers() -> None:
+    models = models_of(10)
+    pool = [pool_node(number, models, 1.0, 7) for number in (1, 2)]
+    slow = [pool[0], replace(pool[1], line_ms={models[0].digest: 4.0})]
+    sizes = [sum(p.spec.end - p.spec.start for p in held) for held in place(slow, models).values()]
+    assert sizes == [7, 3]
+    assert place(slow, models) == place(slow, models)
+
+
+def test_lines_that_nobody_knows_change_nothing() -> None:
+    for seed in range(40):
+        draws = random.Random(seed)
+        models, pool = larger_case(draws)
+        pool = placed(pool, place(pool, models))
+        quiet = [replace(node, line_ms={model.digest: 0.0 for model in models}) for node in pool]
+        assert place(quiet, models) == place(pool, models)
+        moves = [choose_slices(nodes[0], nodes[1:], models, gain=1.01) for nodes in (pool, quiet)]
+        assert moves[0] == moves[1]
+
+
 def test_a_covered_model_is_worth_more_than_any_rate() -> None:
     assert Score(2, 1.0) > Score(1, 1e9)
 

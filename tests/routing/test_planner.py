@@ -204,6 +204,49 @@ def test_pinned_nodes_that_do_not_fit_together_are_named() -> None:
     assert "pinned" in why(records, request(0, 30, pinned=ids(2, 3)))
 
 
+LINE = {b"\x01" * 8: 1.0}  # 1 Mbit/s: a row of 64 values takes 2 ms
+
+
+def lines(*told: tuple[int, dict[bytes, float]], width: int = 64) -> list[int]:
+    """Who follows node 1, of nodes 2 and 3, of which 2 would be taken among equals."""
+    of = dict(told)
+    records = [
+        node(number, *span, hidden_size=width, rtt_ms=4.0, neighbour_mbps=of.get(number, {}))
+        for number, span in ((1, (0, 15)), (2, (15, 30)), (3, (15, 30)))
+    ]
+    return [number for number, _, _ in spans(records, request(0, 30))]
+
+
+def test_of_lines_as_long_the_faster_one_is_taken() -> None:
+    fast = {b"\x01" * 8: 1000.0}
+    assert lines() == [1, 2]
+    assert lines((2, LINE), (3, fast)) == [1, 3]
+    assert lines((2, {b"\x01" * 8: 50.0}), (3, {b"\x01" * 8: 900.0}), width=8192) == [1, 3]
+    assert lines((2, {b"\x01" * 8: 500.0}), (3, {b"\x01" * 8: 900.0}), width=64) == [
+        1,
+        2,
+    ]  # it does not matter
+
+
+def test_the_lower_of_both_ends_words_counts_and_praise_brings_nothing() -> None:
+    assert lines((1, {b"\x02" * 8: 1.0}), (2, {b"\x01" * 8: 9e4})) == [1, 3]
+    assert lines((3, {b"\x01" * 8: 9e4})) == [1, 2]
+
+
+def test_a_claim_of_no_bandwidth_costs_no_more_than_a_second_and_only_there() -> None:
+    slow = [node(1, 0, 15), node(2, 15, 30, neighbour_mbps={b"\x01" * 8: 1e-3, b"\x09" * 8: 1e-3})]
+    plain = [node(1, 0, 15), node(2, 15, 30)]
+    route = plan_route(slow, request(0, 30))
+    costs = [route_ms(records, route, request(0, 30)) for records in (slow, plain)]
+    assert costs[0] - costs[1] == pytest.approx(1000.0)
+
+
+def test_what_comes_back_counts_on_our_own_line_unless_the_last_node_draws() -> None:
+    records = [node(1, 0, 30, has_closing=True, mbps=1.0), node(2, 0, 30, has_closing=True)]
+    assert [number for number, _, _ in spans(records, request(0, 30))] == [2]
+    assert [number for number, _, _ in spans(records, request(0, 30, needs_closing=True))] == [1]
+
+
 def test_at_most_so_many_hops() -> None:
     records = [node(1, 0, 10), node(2, 10, 30), node(3, 0, 30, layer_ms=50.0)]
     assert spans(records, request(0, 30, max_hops=1)) == [(3, 0, 30)]

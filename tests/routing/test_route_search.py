@@ -29,7 +29,7 @@ class Case:
 
 
 def directory(draws: random.Random) -> list[NodeRecord]:
-    records = []
+    records, has_lines = [], draws.choice([0.0, 0.4])
     for _ in range(draws.randint(1, 6)):
         offers = []
         for _ in range(draws.choice([1, 1, 1, 2])):
@@ -72,6 +72,12 @@ def directory(draws: random.Random) -> list[NodeRecord]:
             record,
             neighbour_ms={
                 other.address.node_id[:8]: draws.uniform(0, 40) for other in records if draws.random() < 0.4
+            },
+            mbps=draws.choice([None, None, 10 ** draws.uniform(-4, 3)]),
+            neighbour_mbps={
+                other.address.node_id[:8]: 10 ** draws.uniform(-4, 3)
+                for other in records
+                if draws.random() < has_lines
             },
         )
         for record in records
@@ -151,7 +157,18 @@ class Costs:
         same = here.address.host.rsplit(".", 1)[0] == there.address.host.rsplit(".", 1)[0]
         is_near = same and not here.address.is_relayed and not there.address.is_relayed
         rtt = max(told) if told else min(max(a, b), 1.0) if is_near else max(a, b)
-        return max(rtt, abs(a - b)) / 2 + (5.0 if there.address.is_relayed else 0.0)
+        lines = [
+            x.neighbour_mbps[y.address.node_id[:8]]
+            for x, y in ((here, there), (there, here))
+            if y.address.node_id[:8] in x.neighbour_mbps
+        ]
+        relayed = 5.0 if there.address.is_relayed else 0.0
+        return max(rtt, abs(a - b)) / 2 + relayed + self.row_ms(min(lines, default=None))
+
+    def row_ms(self, mbps: float | None) -> float:
+        """64 values of 4 bytes."""
+        row_ms = 0.0 if mbps is None else min(64 * 4 * 8 / 1e6 / mbps * 1000, 1000.0)
+        return row_ms if row_ms >= 0.01 else 0.0
 
     def layer_ms(self, record: NodeRecord, offer: SliceOffer) -> float:
         measured = self.case.measured
@@ -186,6 +203,7 @@ class Costs:
 
     def route(self, hops: list[tuple[NodeRecord, SliceOffer, SliceSpec]]) -> float:
         total = self.way(hops[0][0]) + self.way(hops[-1][0]) + sum(self.hop(*hop) for hop in hops)
+        total += 0.0 if self.case.request.needs_closing else self.row_ms(hops[-1][0].mbps)
         return total + sum(self.between(a[0], b[0]) for a, b in itertools.pairwise(hops))
 
 

@@ -23,10 +23,13 @@ from routing.types import (
     Failure,
     HopEntry,
     HopTrace,
+    Keep,
     Message,
     NodeAddress,
     NodeId,
     Open,
+    Opened,
+    Prefix,
     SessionId,
     SliceOffer,
     SliceSpec,
@@ -101,6 +104,8 @@ def offers(draw: st.DrawFn) -> SliceOffer:
         has_closing=draw(st.booleans()),
         layer_ms=draw(st.floats(0, 1e6)),
         layer_hashes=tuple(bytes([n] * 8) for n in range(end - start)) if has_hashes else (),
+        confirms=draw(st.booleans()),
+        keeps=draw(st.booleans()),
     )
 
 
@@ -123,6 +128,9 @@ entries = st.builds(
     run_closing=st.booleans(),
     sampling=st.none() | st.just({"temperature": 0.5, "logit_bias": [[1, 2.0], [3, -1.5]]}),
     tenant=st.just(b"") | st.binary(min_size=8, max_size=8),
+    room=st.integers(0, 1 << 20),
+    confirms=st.booleans(),
+    prefixes=st.just(()) | st.just((Prefix(64, b"b" * 16), Prefix(16, b"a" * 16))),
 )
 messages = st.one_of(
     steps(),
@@ -130,7 +138,15 @@ messages = st.one_of(
     st.builds(Open, session_ids, u16, st.integers(0, 1), st.just((b"one", b"two"))),
     st.builds(Attach, session_ids, u16, digests),
     st.builds(Cancel, session_ids, u16, digests),
-    st.builds(Failure, session_ids, u16, u32, u16, st.integers(0, 9), u32, st.text(max_size=100)),
+    st.builds(Failure, session_ids, u16, u32, u16, st.integers(0, 9), u32, st.text(max_size=100), u32),
+    st.builds(Opened, session_ids, u16, u32),
+    st.builds(
+        Keep,
+        session_ids,
+        u16,
+        digests,
+        st.lists(digests.map(lambda d: d[:16]), min_size=1, max_size=9).map(tuple),
+    ),
     st.just(Describe()),
     st.builds(Description, st.lists(offers(), max_size=3).map(tuple), u32, u32, st.integers(0, 1 << 60)),
 )
@@ -512,3 +528,46 @@ ID = "ab" * 32
 def test_bad_address_is_a_settings_error_that_names_the_part(text: str, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         wire.parse_address(text)
+
+
+@pytest.mark.parametrize("size", [0, 15, 17, 16 * (wire.MAX_HASHES + 1)])
+def test_a_keep_holds_whole_hashes_and_not_too_many(size: int) -> None:
+    fields = {"s": bytes(16), "e": 1, "p": bytes(32), "b": bytes(size)}
+    with pytest.raises(ProtocolError):
+        wire.decode(wire.KEEP, memoryview(msgpack.packb(fields)))
+
+
+def test_the_largest_keep_travels() -> None:
+    keep = Keep(SessionId(bytes(16)), 1, bytes(32), (bytes(16),) * wire.MAX_HASHES)
+    kind, content = encoded(keep)
+    assert wire.decode(kind, memoryview(content)) == keep
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        [[16, b"a" * 16]] * 9,
+        [[16, b"a" * 16], [32, b"b" * 16]],
+        [[16, b"a" * 16], [16, b"b" * 16]],
+        [[16, b"a" * 15]],
+        [[0, b"a" * 16]],
+        [[1 << 40, b"a" * 16]],
+        [[True, b"a" * 16]],
+        [[16]],
+    ],
+)
+def test_prefixes_of_an_entry_are_few_in_order_and_whole(prefixes: list[list[Any]]) -> None:
+    plain = msgpack.unpackb(encode_entry(_entry()))
+    with pytest.raises(ProtocolError):
+        decode_entry(msgpack.packb(plain | {"pf": prefixes}))
+
+
+def test_an_entry_of_an_older_gateway_asks_for_nothing_new() -> None:
+    plain = msgpack.unpackb(encode_entry(_entry()))
+    assert not plain.keys() & {"rm", "cf", "pf"}
+
+
+def _entry() -> HopEntry:
+    return HopEntry(
+        bytes(32), 0, 1, NodeId(bytes(32)), bytes(32), 0, 1, WireDtype.FLOAT32, WireDtype.FLOAT32, 10, 60
+    )

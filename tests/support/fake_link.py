@@ -133,6 +133,7 @@ class FakeLink:
         self.peer_port = 0 if relay_id is not None else 40000
         self.accepts_circuits = False
         self.rtt_ms: float | None = None
+        self.mbps: float | None = None
         self.is_relayed = relay_id is not None  # tests may set it
         self.is_closed = False
         self.counters = LinkCounters()

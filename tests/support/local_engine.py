@@ -102,6 +102,7 @@ class ScriptedEngine:
     prefill_steps: int = 0
     replays: int = 0
     route: tuple[RouteHop, ...] = ()
+    drafts: tuple[int, int] = (0, 0)  # drafted, accepted
     num_open: int = 0
     num_opened: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -121,7 +122,9 @@ class ScriptedEngine:
             tokens = self._tokens(request)
             async for event in answer_with(self.tokenizer, request, tokens, replays=self.replays):
                 is_end = isinstance(event, Finished)
-                yield replace(event, route=self.route) if is_end else event
+                drafted, accepted = self.drafts
+                told = {"route": self.route, "drafted": drafted, "accepted": accepted}
+                yield replace(event, **told) if is_end else event
         finally:
             self.num_open -= 1
 
