@@ -45,7 +45,7 @@ test: install
 
 # An internet of network namespaces: as root, with iproute2, nftables and conntrack; skipped with the reason elsewhere.
 netns: install
-	$(BIN)/pytest -m netns tests/lab
+	$(BIN)/pytest -v -m netns tests/lab
 
 # A swarm under fire, and peers that come and go: ends with a table of what was hurt and what came of it.
 chaos: install

@@ -18,11 +18,13 @@ GAIN = (
 )
 
 
-def write_model(folder: Path) -> Path:
-    """Write a model of seven layers, one of which stays at home."""
+def write_model(
+    folder: Path, *, hidden_size: int = 64, num_layers: int = NUM_LAYERS, max_positions: int = MAX_POSITIONS
+) -> Path:
+    """Write a model of seven layers, one of which stays at home; or one of another shape."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_tokenizer(folder)
-    with small_llama(MAX_POSITIONS, vocab_size=320, hidden_size=64, num_layers=NUM_LAYERS) as model:
+    with small_llama(max_positions, vocab_size=320, hidden_size=hidden_size, num_layers=num_layers) as model:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if ".layers." in name and weight.dim() == 2:

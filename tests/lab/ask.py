@@ -1,22 +1,24 @@
 """Asks a gateway from inside a namespace: `python -m tests.lab.ask URL '{"prompts": […], "num_tokens": 8, …}'`.
 
-Prints one JSON object: the text of every answer in order, what failed, and the longest silence between two tokens.
+Says "asking" on standard error when it begins. Prints one JSON object: of every answer the text and the silences
+between its tokens, and what failed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
 from typing import Any
 
-from openai import APIError, AsyncOpenAI
+from openai import APIConnectionError, APIError, AsyncOpenAI
 
 
 async def _ask(client: AsyncOpenAI, model: str, prompt: str, num_tokens: int) -> dict[str, Any]:
     began = last = time.monotonic()
-    first_s, longest_s, text = 0.0, 0.0, ""
+    text, silences = "", []
     try:
         stream = await client.chat.completions.create(
             model=model,
@@ -28,33 +30,42 @@ async def _ask(client: AsyncOpenAI, model: str, prompt: str, num_tokens: int) ->
         async for chunk in stream:
             if chunk.choices and chunk.choices[0].delta.content:
                 now = time.monotonic()
-                first_s = first_s or now - began
-                longest_s = max(longest_s, now - last) if text else 0.0
+                silences.append(now - last)
                 text, last = text + chunk.choices[0].delta.content, now
     except APIError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"text": text, "first_s": first_s, "longest_s": longest_s, "total_s": time.monotonic() - began}
+        return {"error": f"after {time.monotonic() - began:.1f} s, {type(error).__name__}: {error}"}
+    silences = silences or [0.0]
+    return {
+        "text": text,
+        "first_s": silences[0],
+        "gaps_s": silences[1:],
+        "longest_s": max(silences),
+        "total_s": time.monotonic() - began,
+    }
+
+
+async def _model_of(client: AsyncOpenAI, wait_s: float) -> str:
+    """Wait for a model with a whole route; one without it will do in the end."""
+    limit = time.monotonic() + wait_s
+    while True:
+        models: list[Any] = []
+        with contextlib.suppress(APIConnectionError):
+            models = (await client.models.list()).data
+        ready = [model for model in models if not getattr(model, "missing_layers", [])]
+        if ready or time.monotonic() > limit:
+            return str((ready or models)[0].id)
+        await asyncio.sleep(0.2)
 
 
 async def _main(url: str, wanted: dict[str, Any]) -> None:
     client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=wanted.get("timeout_s", 60.0))
-    limit = time.monotonic() + wanted.get("wait_s", 30.0)
-    while not (models := (await client.models.list()).data):
-        if time.monotonic() > limit:
-            print(json.dumps({"answers": [], "failed": ["no model is listed"]}))
-            return
-        await asyncio.sleep(0.2)
-    asks = [(prompt, wanted["num_tokens"]) for prompt in wanted["prompts"]] * wanted.get("times", 1)
+    model = await _model_of(client, wanted.get("wait_s", 30.0))
+    print("asking", file=sys.stderr, flush=True)
     answers: list[dict[str, Any]] = []
-    if until := wanted.get("for_s"):
-        limit = time.monotonic() + until
-        while time.monotonic() < limit:
-            answers += await asyncio.gather(*(_ask(client, models[0].id, *ask) for ask in asks))
-    elif wanted.get("together"):
-        answers += await asyncio.gather(*(_ask(client, models[0].id, *ask) for ask in asks))
-    else:
-        for ask in asks:
-            answers.append(await _ask(client, models[0].id, *ask))
+    limit = time.monotonic() + wanted.get("for_s", 0.0)
+    while not answers or time.monotonic() < limit:
+        for prompt in wanted["prompts"]:
+            answers.append(await _ask(client, model, prompt, wanted["num_tokens"]))
     failed = [answer["error"] for answer in answers if "error" in answer]
     print(json.dumps({"answers": answers, "failed": failed}))
 

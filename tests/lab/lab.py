@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,19 @@ from tests.lab.tun_link import LinkShape
 
 HALF_HOP = LinkShape(delay_s=0.0125)
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("ip", "nft", "conntrack", "sysctl")
+# What a lab does to its namespaces: containers often allow some of it.
+TRIALS = (
+    "sysctl -qw net.ipv4.ip_forward=1",
+    "ip tuntap add dev try0 mode tun",
+    "ip link add name try1 type bridge",
+    "ip link add try2 type veth peer name try3",
+    "nft add table ip try",
+    "nft add chain ip try out { type nat hook postrouting priority 100; }",
+    "nft add rule ip try out masquerade",
+    "nft add rule ip try out ct state new accept",
+    "conntrack -F",
+)
 NAT_RULES = """
 table ip nat {{
   chain out {{
@@ -41,15 +54,24 @@ def why_not() -> str | None:
     """What keeps the lab from running here; None when nothing does."""
     if os.geteuid() != 0:
         return "not root"
-    missing = [tool for tool in ("ip", "nft", "conntrack") if shutil.which(tool) is None]
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
     if not Path("/dev/net/tun").exists():
         return "no TUN device"
-    if subprocess.run(["ip", "netns", "add", f"dl{os.getpid()}t"], capture_output=True).returncode:
-        return "network namespaces are not allowed here"
-    subprocess.run(["ip", "netns", "del", f"dl{os.getpid()}t"], capture_output=True)
+    namespace = f"dl{os.getpid()}try"
+    try:
+        for command in (["ip", "netns", "add", namespace], *(_inside(namespace, it) for it in TRIALS)):
+            tried = subprocess.run(command, capture_output=True, text=True)
+            if tried.returncode:
+                return f"not allowed here: {' '.join(command)}: {tried.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
     return None
+
+
+def _inside(namespace: str, command: str) -> list[str]:
+    return ["ip", "netns", "exec", namespace, *command.split()]
 
 
 @dataclass
@@ -63,9 +85,13 @@ class Host:
 
 @dataclass
 class Lab:
-    """The namespaces and processes of one test; everything goes when it is closed."""
+    """The namespaces and processes of one or more tests; everything goes when it is closed.
+
+    `closers` are called when every process has ended.
+    """
 
     prefix: str = field(default_factory=lambda: f"dl{os.getpid()}")
+    closers: list[Callable[[], object]] = field(default_factory=list)
     _namespaces: list[str] = field(default_factory=list)
     _processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     _num_links: int = 0
@@ -143,6 +169,33 @@ class Lab:
         """Undo `cut`."""
         self.run(box, "nft", "delete chain ip flt blk")
 
+    def silence(self, host: Host) -> None:
+        """Drop what goes to and comes from a public machine, on its way: its uplink is gone, and nobody is told."""
+        chain = f"table ip cut_{host.name}"
+        rules = f"ip saddr {host.ip} drop\nip daddr {host.ip} drop"
+        hook = "type filter hook forward priority -5;"
+        subprocess.run(
+            ["ip", "netns", "exec", self.router, "nft", "-f", "-"],
+            input=f"{chain} {{\nchain fwd0 {{\n{hook}\n{rules}\n}}\n}}\n",
+            text=True,
+            check=True,
+        )
+
+    def hear(self, host: Host) -> None:
+        """Undo `silence`."""
+        subprocess.run(
+            ["ip", "netns", "exec", self.router, "nft", f"delete table ip cut_{host.name}"], check=True
+        )
+
+    def forward(self, box: Host, inside: Host, port: int) -> None:
+        """Let a NAT box pass a port on to a machine behind it, as people set up by hand."""
+        for rule in (
+            "add chain ip nat pre { type nat hook prerouting priority -100; }",
+            f'add rule ip nat pre iifname "wan0" tcp dport {port} dnat to {inside.ip}:{port}',
+            f'insert rule ip flt fwd0 iifname "wan0" tcp dport {port} accept',
+        ):
+            self.run(box, "nft", rule)
+
     def flush(self, box: Host) -> None:
         """Make a NAT box forget every connection."""
         self.run(box, "conntrack", "-F")
@@ -154,6 +207,9 @@ class Lab:
                 process.kill()
         for process in self._processes:
             process.wait(10)
+        for closer in self.closers:
+            closer()
+        for process in self._processes:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
@@ -206,7 +262,7 @@ class Lab:
 
 @contextlib.contextmanager
 def open_lab() -> Iterator[Lab]:
-    """A lab for one test."""
+    """A lab, taken apart at the end."""
     lab = Lab()
     try:
         yield lab

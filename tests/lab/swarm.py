@@ -1,20 +1,26 @@
-"""Diffuse in the lab: its processes on the lab's machines, as users start them."""
+"""Diffuse in the lab: its processes on the lab's machines, as users start them.
+
+Members are started without waiting for each other, with keys made beforehand: imports are most of a start.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from routing.identity import Identity
 from tests.lab.lab import Host, Lab
+from tests.support.processes import Process
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0  # five processes that import torch, on a machine that does other things too
+SENTINEL_PORT, NODE_PORT, GATEWAY_PORT = 9000, 9100, 8000
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -22,26 +28,18 @@ class Running:
     """One process on one machine."""
 
     host: Host
-    process: subprocess.Popen[str]
+    process: Process
     arguments: list[str]
-    ready: dict[str, Any] = field(default_factory=dict)
+    log: Path
+    address: str = ""  # of a sentinel, for --bootstrap
 
-    def wait_event(self, name: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-        """Read what it says until it says this."""
-        limit = time.monotonic() + timeout_s
-        assert self.process.stdout is not None
-        while (left_s := limit - time.monotonic()) > 0:
-            if not select.select([self.process.stdout], [], [], left_s)[0]:
-                break
-            line = self.process.stdout.readline()
-            if not line:
-                raise AssertionError(f"{self.arguments[0]} on {self.host.name} ended before {name!r}")
-            event = json.loads(line)
-            if event["event"] == name:
-                return dict(event)
-        raise AssertionError(
-            f"{self.arguments[0]} on {self.host.name} did not say {name!r} in {timeout_s:g} s"
-        )
+    def kill(self) -> None:
+        """End it without a word."""
+        self.process.kill()
+
+    def said(self) -> str:
+        """What it wrote into its log, over all its starts."""
+        return self.log.read_text()
 
 
 @dataclass
@@ -53,52 +51,38 @@ class LabSwarm:
     scope: str = "public"
     bootstraps: list[str] = field(default_factory=list)
 
-    def sentinel(self, host: Host, port: int = 9000, *flags: str) -> Running:
+    def sentinel(self, host: Host, *flags: str) -> Running:
         """A sentinel; later members bootstrap from it."""
-        arguments = [
-            "sentinel",
-            "--listen",
-            f"{host.ip}:{port}",
-            "--public-addr",
-            f"{host.ip}:{port}",
-            *flags,
-        ]
-        running = self._start(host, arguments)
-        self.bootstraps.append(str(running.ready["address"]))
+        place, port = self._place("sentinel", host), f"{host.ip}:{SENTINEL_PORT}"
+        identity = Identity.generate()
+        identity.save(place / "key")
+        arguments = ["sentinel", "--listen", port, "--public-addr", port, *flags]
+        running = self._start(host, arguments, place)
+        running.address = f"{identity.node_id.hex()}@{port}"
+        self.bootstraps.append(running.address)
         return running
 
-    def node(self, host: Host, model: Path, layers: str, *flags: str, port: int = 9100) -> Running:
+    def node(self, host: Host, model: Path, layers: str, *flags: str, key: Path | None = None) -> Running:
         """A node that says nothing of where it is: it has to find out."""
-        arguments = [
-            "host",
-            "--model",
-            str(model),
-            "--layers",
-            layers,
-            "--dtype",
-            "float32",
-            "--threads",
-            "1",
-        ]
-        return self._start(host, [*arguments, "--listen", f"0.0.0.0:{port}", *flags])
+        arguments = ["host", "--model", str(model), "--layers", layers, "--dtype", "float32"]
+        arguments += ["--threads", "1", "--listen", f"0.0.0.0:{NODE_PORT}", *flags]
+        return self._start(host, arguments, self._place("host", host), key)
 
-    def gateway(self, host: Host, model: Path, *flags: str, port: int = 8000) -> Running:
+    def gateway(self, host: Host, model: Path, *flags: str) -> Running:
         """A gateway on a machine of its own."""
-        arguments = [
-            "serve",
-            "--model",
-            str(model),
-            "--threads",
-            "1",
-            "--listen",
-            f"127.0.0.1:{port}",
-            *flags,
-        ]
-        return self._start(host, arguments)
+        arguments = ["serve", "--model", str(model), "--threads", "1"]
+        arguments += ["--listen", f"127.0.0.1:{GATEWAY_PORT}", *flags]
+        return self._start(host, arguments, self._place("serve", host))
 
     def again(self, running: Running) -> Running:
         """The same member once more, with the same key."""
-        return self._start(running.host, running.arguments, is_complete=True)
+        process = self._spawn(running.host, running.arguments, running.log)
+        return Running(running.host, process, running.arguments, running.log, running.address)
+
+    def wait_ready(self, *members: Running) -> None:
+        """Wait until each of them says so."""
+        for member in members:
+            member.process.ready = member.process.wait_event("ready", START_TIMEOUT_S)
 
     def ask(self, gateway: Running, *prompts: str, num_tokens: int = 8, **wanted: Any) -> dict[str, Any]:
         """Ask from the gateway's own machine and wait for the answers."""
@@ -108,39 +92,71 @@ class LabSwarm:
     def asking(
         self, gateway: Running, *prompts: str, num_tokens: int = 8, **wanted: Any
     ) -> subprocess.Popen[str]:
-        """Begin to ask."""
+        """Ask, and return as soon as the first question is on its way."""
         wanted |= {"prompts": prompts, "num_tokens": num_tokens}
-        command = [sys.executable, "-m", "tests.lab.ask", gateway.ready["url"], json.dumps(wanted)]
-        return self.lab.spawn(gateway.host, command, stdout=subprocess.PIPE)
+        url = f"http://127.0.0.1:{GATEWAY_PORT}/v1"
+        command = [sys.executable, "-m", "tests.lab.ask", url, json.dumps(wanted)]
+        process = self.lab.spawn(gateway.host, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        said = ""
+        while line := process.stderr.readline():
+            if line == "asking\n":
+                return process
+            said += line
+        raise AssertionError(f"nothing was asked: {said}")
 
     def answers(self, process: subprocess.Popen[str], timeout_s: float = 120.0) -> dict[str, Any]:
         """What came of `asking`."""
-        out, _ = process.communicate(timeout=timeout_s)
+        out, said = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, said
         return dict(json.loads(out))
 
     def status(self, host: Host) -> dict[str, Any]:
         """What `diffuse status` says on a machine."""
-        flags = [part for bootstrap in self.bootstraps for part in ("--bootstrap", bootstrap)]
-        command = [sys.executable, "-m", "cli", "status", "--json", "--scope", self.scope, *flags]
-        return dict(json.loads(self.lab.run(host, *command)))
+        command = [sys.executable, "-m", "cli", "status", "--json", "--scope", self.scope]
+        return dict(json.loads(self.lab.run(host, *command, *self._entrances())))
 
-    def _start(self, host: Host, arguments: list[str], *, is_complete: bool = False) -> Running:
-        if not is_complete:
-            place = self.folder / f"{arguments[0]}-{host.name}-{len(list(self.folder.iterdir()))}"
-            place.mkdir()
-            arguments = [*arguments, "--scope", self.scope]
-            arguments += [part for bootstrap in self.bootstraps for part in ("--bootstrap", bootstrap)]
-            if arguments[0] != "serve":
-                arguments += ["--state-dir", str(place), "--key", str(place / "key")]
-        log = (self.folder / f"{host.name}-{arguments[0]}.log").open("a")
-        with log:
-            process = self.lab.spawn(
+    def refusal(self, host: Host, arguments: Sequence[str]) -> str:
+        """What a command says that ends with an error."""
+        place = self._place("refused", host)
+        command = [sys.executable, "-m", "cli", *self._complete(list(arguments), place, None)]
+        process = self.lab.spawn(
+            host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._environment()
+        )
+        said, _ = process.communicate(timeout=START_TIMEOUT_S)
+        assert process.returncode, f"it was not refused: {said}"
+        return str(said)
+
+    def _start(self, host: Host, arguments: list[str], place: Path, key: Path | None = None) -> Running:
+        complete, log = self._complete(arguments, place, key), place / "log"
+        return Running(host, self._spawn(host, complete, log), complete, log)
+
+    def _complete(self, arguments: list[str], place: Path, key: Path | None) -> list[str]:
+        arguments = [*arguments, "--scope", self.scope, *self._entrances(), "--events", "json"]
+        if arguments[0] != "serve":
+            arguments += ["--state-dir", str(place), "--key", str(key or place / "key")]
+        return arguments
+
+    def _entrances(self) -> list[str]:
+        return [part for bootstrap in self.bootstraps for part in ("--bootstrap", bootstrap)]
+
+    def _spawn(self, host: Host, arguments: list[str], log: Path) -> Process:
+        with log.open("a") as stderr:
+            popen = self.lab.spawn(
                 host,
-                [sys.executable, "-m", "cli", *arguments, "--events", "json"],
+                [sys.executable, "-m", "cli", *arguments],
                 stdout=subprocess.PIPE,
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "DIFFUSE_STATE": str(self.folder)},
+                stderr=stderr,
+                env=self._environment(),
             )
-        running = Running(host, process, arguments)
-        running.ready = running.wait_event("ready")
-        return running
+        process = Process(popen)
+        self.lab.closers.append(process.close)
+        return process
+
+    def _environment(self) -> dict[str, str]:
+        return ENVIRONMENT | {"DIFFUSE_STATE": str(self.folder)}
+
+    def _place(self, role: str, host: Host) -> Path:
+        place = self.folder / f"{role}-{host.name}-{len(list(self.folder.iterdir()))}"
+        place.mkdir(mode=0o700)
+        return place

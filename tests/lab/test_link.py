@@ -33,9 +33,9 @@ def test_two_hosts_are_fifty_milliseconds_apart_through_nat_as_well(lab: Lab) ->
 
 
 def test_nothing_new_comes_in_through_nat_and_a_cut_is_silent(lab: Lab) -> None:
-    server = lab.public_host("s", "5.1.0.10")
-    box = lab.nat("n", "7.1.0.10")
-    inside = lab.behind(box, "i", "192.168.1.10")
+    server = lab.public_host("t", "15.1.0.10")
+    box = lab.nat("m", "17.1.0.10")
+    inside = lab.behind(box, "j", "192.168.1.10")
     echo_on(lab, server)
     echo_on(lab, inside)
     with pytest.raises(subprocess.CalledProcessError):
