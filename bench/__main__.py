@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from bench.cancel import measure_cancel
 from bench.failover import measure_failover
 from bench.hops import measure_hops
+from bench.kernels import measure_kernels
 from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
 from bench.placement import measure_placement
@@ -19,7 +20,7 @@ from bench.split import measure_split
 from bench.wan import measure_wan
 from cli.runtime import run_fast
 
-SECTIONS = ("ledger", "nodes", "hops", "cancel", "failover", "relay", "wan", "placement", "split")
+SECTIONS = ("ledger", "nodes", "hops", "cancel", "failover", "relay", "wan", "placement", "split", "kernels")
 
 
 async def _run(only: list[str], pairs: int) -> None:
@@ -42,6 +43,8 @@ async def _run(only: list[str], pairs: int) -> None:
         await measure_placement(report)
     if "split" in only:
         await measure_split(report, pairs)
+    if "kernels" in only:
+        measure_kernels(report)
     report.write()
 
 

@@ -42,6 +42,8 @@ async def local_swarm(
     pad: bool = False,
     threads: int = 1,
     wire: str = "auto",
+    weights: str = "auto",
+    drafts: str = "off",
 ) -> AsyncIterator[LocalSwarm]:
     """Start nodes over `MODEL`, link an engine to them, stop everything on the way out."""
     plans = plan_nodes(num_layers, num_nodes, local_layers=local_layers, is_thin=ends == "remote")
@@ -49,7 +51,7 @@ async def local_swarm(
         nodes = []
         for plan in plans:
             arguments = ["host", "--model", MODEL, "--layers", plan.layers, "--listen", "127.0.0.1:0"]
-            arguments += ["--events", "json", "--until-eof", "--threads", str(threads)]
+            arguments += ["--events", "json", "--until-eof", "--threads", str(threads), "--weights", weights]
             arguments += ["--hold-ends"] * plan.hold_ends + ["--pad"] * pad
             nodes.append(
                 await children.start(
@@ -66,6 +68,7 @@ async def local_swarm(
             pad=pad,
             threads=threads,
             wire=wire,  # type: ignore[arg-type]
+            weights=weights,  # type: ignore[arg-type]
         )
         async with open_swarm(settings) as swarm:
             yield LocalSwarm(swarm, settings, tuple(nodes), tuple(ready))
