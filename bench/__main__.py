@@ -13,14 +13,33 @@ from bench.hops import measure_hops
 from bench.kernels import measure_kernels
 from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
+from bench.peers import measure_peers
 from bench.placement import measure_placement
+from bench.quality import measure_quality
 from bench.relay import measure_relay
 from bench.report import Report
+from bench.served import measure_served
 from bench.split import measure_split
+from bench.streams import measure_streams
 from bench.wan import measure_wan
 from cli.runtime import run_fast
 
-SECTIONS = ("ledger", "nodes", "hops", "cancel", "failover", "relay", "wan", "placement", "split", "kernels")
+SECTIONS = (
+    "ledger",
+    "nodes",
+    "hops",
+    "cancel",
+    "failover",
+    "relay",
+    "wan",
+    "placement",
+    "split",
+    "kernels",
+    "quality",
+    "streams",
+    "peers",
+    "served",
+)
 
 
 async def _run(only: list[str], pairs: int) -> None:
@@ -45,6 +64,14 @@ async def _run(only: list[str], pairs: int) -> None:
         await measure_split(report, pairs)
     if "kernels" in only:
         measure_kernels(report)
+    if "quality" in only:
+        measure_quality(report)
+    if "streams" in only:
+        await measure_streams(report)
+    if "peers" in only:
+        measure_peers(report)
+    if "served" in only:
+        await measure_served(report)
     report.write()
 
 
