@@ -15,6 +15,7 @@ from bench.ledger import measure_ledger
 from bench.nodes import measure_nodes
 from bench.peers import measure_peers
 from bench.placement import measure_placement
+from bench.prefill import measure_prefill
 from bench.quality import measure_quality
 from bench.relay import measure_relay
 from bench.report import Report
@@ -37,6 +38,7 @@ SECTIONS = (
     "kernels",
     "quality",
     "streams",
+    "prefill",
     "peers",
     "served",
 )
@@ -68,6 +70,8 @@ async def _run(only: list[str], pairs: int) -> None:
         measure_quality(report)
     if "streams" in only:
         await measure_streams(report)
+    if "prefill" in only:
+        await measure_prefill(report)
     if "peers" in only:
         measure_peers(report)
     if "served" in only:

@@ -10,6 +10,7 @@ import itertools
 import statistics
 import sys
 import time
+from dataclasses import replace
 
 from app.engine.request import Finished, TextDelta
 from bench.children import JsonChild
@@ -84,7 +85,7 @@ async def _together(local: LocalSwarm, streams: int) -> tuple[float, float]:
 async def _answer(local: LocalSwarm, prompt: str) -> list[float]:
     """The moments at which tokens came."""
     moments: list[float] = []
-    request = greedy_request(chat_prompt(local.swarm, prompt), NUM_TOKENS)
+    request = replace(greedy_request(chat_prompt(local.swarm, prompt), NUM_TOKENS), draft="off")
     async for event in local.swarm.engine.generate(request):
         if isinstance(event, TextDelta) and event.timings is not None:
             moments.extend([time.perf_counter()] * (event.timings.tokens - len(moments)))
