@@ -28,6 +28,14 @@ def store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
+def prefetch(builder: Any, address: Any, locality: int) -> None:
+    """Have the line at an address fetched, to be read soon; any address will do. Locality 3: into every cache."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    told = [ir.Constant(I32, value) for value in (0, locality, 1)]  # to be read; data, not code
+    builder.call(function, [builder.inttoptr(address, I8.as_pointer()), *told])
+
+
 def at(builder: Any, address: Any, index: Any, size: Any) -> Any:
     """Return address + index * size."""
     size = constant(size) if isinstance(size, int) else size

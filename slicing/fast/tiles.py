@@ -15,16 +15,31 @@ from numba import types
 from numba.core import cgutils
 
 from slicing.fast.compiling import emitted, has_feature, inner
-from slicing.fast.lanes import F32, I8, I16, I32, VECTOR, at, constant, load, spread, store, vector_function
+from slicing.fast.lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    VECTOR,
+    at,
+    constant,
+    load,
+    prefetch,
+    spread,
+    store,
+    vector_function,
+)
 from slicing.fast.linking import linked
 from slicing.fast.records import BF16, FP32, GROUP, INT8, LANES
 
 WEIGHT_BYTES = {FP32: 4, BF16: 2, INT8: 1}
+LINE = 64  # bytes that the processor fetches at a time
+INTO_L2 = 2  # LLVM's locality of a prefetch that leaves the first-level cache alone
 
 # (rows, panels, columns unrolled) of each tile, measured on Zen 4: sums that fill the registers without spilling.
 # A host with 32 vector registers of 16 floats takes up to 24 sums, one with 16 registers of 8 floats 6 sums.
-WIDE_TILES = ((1, 4, 2), (2, 4, 2), (4, 4, 2), (8, 3, 1))
-NARROW_TILES = ((1, 4, 2), (2, 2, 2), (4, 1, 2), (6, 1, 1))
+WIDE_TILES = ((1, 4, 4), (2, 4, 4), (4, 4, 4), (8, 3, 1))
+NARROW_TILES = ((1, 4, 4), (2, 2, 4), (4, 1, 4), (6, 1, 1))
 WIDE_ORDER = (1, 2, 4, 4, 4, 4, 8)  # the tile for 1, 2, 3 ... rows that are left; the last for all above
 NARROW_ORDER = (1, 2, 4, 4, 6, 6, 4, 4, 6)
 
@@ -39,7 +54,9 @@ PANELS_AT_ONCE = 12  # a multiple of every tile's panels
 class _Tile:
     """Emits the product of up to `num_rows` rows and `num_panels` panels: all sums in registers, all of K."""
 
-    def __init__(self, builder: Any, form: int, num_rows: int, num_panels: int, args: Any) -> None:
+    def __init__(
+        self, builder: Any, form: int, num_rows: int, num_panels: int, fetches: bool, args: Any
+    ) -> None:
         x, x_stride, rows, w, panel_stride, scales, scale_stride, panels, columns, out, out_stride, begin = (
             args
         )
@@ -50,6 +67,10 @@ class _Tile:
         self.inputs = [at(builder, x, self._clamped(i, rows), x_stride) for i in range(num_rows)]
         self.weights = [at(builder, w, self._clamped(i, panels), panel_stride) for i in range(num_panels)]
         self.scales = [at(builder, scales, self._clamped(i, panels), scale_stride) for i in range(num_panels)]
+        self.ahead: tuple[Any, Any] | None = None  # bytes to what the next tile reads: weights, scales
+        if fetches:
+            count = constant(num_panels)
+            self.ahead = (builder.mul(count, panel_stride), builder.mul(count, scale_stride))
         zero = ir.Constant(VECTOR, [0.0] * LANES)
         self.sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows * num_panels)]
         for place in self.sums:
@@ -76,7 +97,10 @@ class _Tile:
         builder = self.builder
         groups = builder.sdiv(builder.add(self.columns, constant(GROUP - 1)), constant(GROUP))
         with cgutils.for_range(builder, groups) as loop:
-            scales = [load(builder, at(builder, s, loop.index, LANES * 4), VECTOR, 4) for s in self.scales]
+            places = [at(builder, s, loop.index, LANES * 4) for s in self.scales]
+            scales = [load(builder, place, VECTOR, 4) for place in places]
+            if self.ahead is not None:
+                self._fetch(places, self.ahead[1])
             first = builder.mul(loop.index, constant(GROUP))
             after = builder.add(first, constant(GROUP))
             is_short = builder.icmp_signed(">", after, self.columns)
@@ -89,25 +113,31 @@ class _Tile:
         with cgutils.for_range(builder, blocks) as loop:
             k = at(builder, first, loop.index, unroll)
             for i in range(unroll):
-                self._column(builder.add(k, constant(i)), scales)
+                begins_line = i * LANES * WEIGHT_BYTES[self.form] % LINE == 0
+                self._column(builder.add(k, constant(i)), scales, begins_line)
         if unroll > 1:
             done = at(builder, first, blocks, unroll)
             with cgutils.for_range(builder, builder.sub(after, done)) as loop:
-                self._column(builder.add(done, loop.index), scales)
+                self._column(builder.add(done, loop.index), scales, False)
 
-    def _column(self, k: Any, scales: list[Any]) -> None:
+    def _column(self, k: Any, scales: list[Any], begins_line: bool) -> None:
         builder = self.builder
         fma = vector_function(builder, "fma", 3)
         size = LANES * WEIGHT_BYTES[self.form]
-        weights = [
-            _weights(builder, self.form, at(builder, w, k, size), s)
-            for w, s in zip(self.weights, scales, strict=True)
-        ]
+        places = [at(builder, w, k, size) for w in self.weights]
+        if begins_line and self.ahead is not None:
+            self._fetch(places, self.ahead[0])
+        weights = [_weights(builder, self.form, w, s) for w, s in zip(places, scales, strict=True)]
         for i, row in enumerate(self.inputs):
             value = spread(builder, load(builder, at(builder, row, k, 4), F32, 4))
             for j, weight in enumerate(weights):
                 place = self.sums[i * self.num_panels + j]
                 builder.store(builder.call(fma, [value, weight, builder.load(place)]), place)
+
+    def _fetch(self, places: list[Any], ahead: Any) -> None:
+        """Have the lines fetched that the tile after this one reads in these places."""
+        for place in places:
+            prefetch(self.builder, self.builder.add(place, ahead), INTO_L2)
 
     def _each_kept(self, act: Callable[[Any, Any], object]) -> None:
         builder = self.builder
@@ -133,12 +163,13 @@ def _weights(builder: Any, form: int, address: Any, scale: Any) -> Any:
 
 
 @cache
-def tile(form: int, num_rows: int, num_panels: int, unroll: int) -> Any:
+def tile(form: int, num_rows: int, num_panels: int, unroll: int, fetches: bool = False) -> Any:
     """Return the product of up to `num_rows` rows and `num_panels` panels, all of K, as compiled code calls it.
 
     Arguments, all int64: x, bytes from row to row, rows, weights, bytes from panel to panel, scales, the same of them,
     panels, K, out, bytes from row to row, begin. out[row, panel * 16 ...] is set; begin 1: the sums start from what is
-    there.
+    there. `fetches`: while it computes, have the next tile's weights fetched. The processor's own look-ahead ends at a
+    page and begins anew at each panel, so that a few rows would wait for memory instead.
     """
 
     @emitted
@@ -147,19 +178,19 @@ def tile(form: int, num_rows: int, num_panels: int, unroll: int) -> Any:
         os: Any, begin: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tile(builder, form, num_rows, num_panels, args).emit(unroll)
+            _Tile(builder, form, num_rows, num_panels, fetches, args).emit(unroll)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 12), generate
 
     # Its name where numba makes the key of what it keeps: a new one in every process, unless told.
-    product._set_uuid(f"diffuse-tile-{form}-{num_rows}-{num_panels}-{unroll}")
+    product._set_uuid(f"diffuse-tile-{form}-{num_rows}-{num_panels}-{unroll}-{fetches}")
     return product
 
 
 def _product(form: int) -> Any:
     """Return the compiled product of any rows and panels, cut into tiles."""
-    tile_1, tile_2, tile_4, tile_n = (tile(form, *shape) for shape in TILES)
+    tile_1, tile_2, tile_4, tile_n = (tile(form, *shape, fetches=shape[0] < TALLEST) for shape in TILES)
     panels_1, panels_2, panels_4, panels_n = (shape[1] for shape in TILES)
     most = len(ORDER) - 1
     order = ORDER
