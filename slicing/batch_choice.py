@@ -174,13 +174,8 @@ def _decode_batch(decodes: list[Waiting], snapshot: Snapshot, kept_free: int = 0
     lane = decodes[0].lane if decodes else None
     if lane is None:
         return []
+    limit = max(1, min(lane.max_works - kept_free, snapshot.lanes[lane].decode_limit))
     mates = [waiting for waiting in decodes if waiting.lane == lane]
-    limit = snapshot.lanes[lane].decode_limit
-    if (
-        len(mates) <= limit + limit // 2
-    ):  # a few left behind would go round alone from now on, for a whole batch's time
-        limit = len(mates)
-    limit = max(1, min(limit, lane.max_works - kept_free))
     return [Share(waiting.session, waiting.rows) for waiting in mates[:limit]]
 
 
