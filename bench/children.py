@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -50,3 +51,11 @@ class JsonChild:
             raise RuntimeError(f"a measured program ended: {self._child.args!r}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, for a child that must be told one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -6,12 +6,12 @@ A real sentinel, and a node that nobody can dial; delay proxies stand for the wi
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from bench.children import free_port
 from bench.report import Report, quartiles
 from cli.children import Children, thread_environment
 from cli.membership import read_membership
@@ -112,7 +112,7 @@ async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]
     async with Children() as children, _state_folder() as environment:
         proxies: list[DelayProxy] = []
         try:
-            sentinel_port = _free_port()
+            sentinel_port = free_port()
             sentinel = await _start(
                 children, environment, "sentinel", ["--listen", f"127.0.0.1:{sentinel_port}"]
             )
@@ -121,7 +121,7 @@ async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]
                 proxy = DelayProxy(("127.0.0.1", sentinel_port), path)
                 proxies.append(proxy)
                 ports.append((await proxy.start())[1])
-            port, dark = _free_port(), _free_port()
+            port, dark = free_port(), free_port()
             arguments = [
                 "--model",
                 MODEL,
@@ -160,9 +160,3 @@ async def _start(
     )
     ready = await child.wait_for("ready")
     return parse_address(str(ready["address"]))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.children import free_port
 from bench.report import Report
 from bench.streams import PROMPTS
 from slicing.model_source import open_checkpoint
@@ -40,7 +40,7 @@ async def measure_served(report: Report, *, rounds: int = 3, weights: str = "int
         report.add(SECTION, "transformers serve", "left out: `make bench-peers` installs accelerate for it")
         return
     folder = str(open_checkpoint(MODEL).folder)
-    theirs, ours = _free_port(), _free_port()
+    theirs, ours = free_port(), free_port()
     scripts = Path(sys.executable).parent
     serve = [str(scripts / "transformers"), "serve", folder, "--port", str(theirs), "--dtype", "float32"]
     up = [str(scripts / "diffuse"), "up", "--nodes", "2", "--port", str(ours), "--weights", weights]
@@ -122,10 +122,3 @@ def _running(command: list[str]) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,51 +7,24 @@ with the swarm inside one run.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.children import JsonChild
 
-class StockProcess:
+
+class StockProcess(JsonChild):
     """A child that holds the whole model. Use as a context manager."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        self._child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "bench.stock", str(folder), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=env,
-        )
-
-    def __enter__(self) -> StockProcess:
-        self._read()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait(timeout=30)
+        command = [sys.executable, "-W", "ignore", "-m", "bench.stock", str(folder), str(threads)]
+        super().__init__(command, threads=threads)
 
     def generate(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         """Greedy: {"seconds", "ids"}."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps({"prompt_ids": prompt_ids, "num_tokens": num_tokens}) + "\n")
-        self._child.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            raise RuntimeError("the stock process ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return self.ask(prompt_ids=prompt_ids, num_tokens=num_tokens)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from slicing.batch import Runner, Work
 from slicing.cache import cache_root
 from slicing.checkpoint import Checkpoint
 from slicing.ends import Parts
-from slicing.load_runner import load_runner
+from slicing.load_runner import LoadedRunner, load_runner
 from slicing.progress import StoppableProgress
 from slicing.weights import layer_number
 
@@ -37,17 +36,6 @@ WIRE_DTYPES = {torch_dtype: wire for wire, torch_dtype in TORCH_DTYPES.items()}
 HEAD_TRIALS = 3  # a head takes as long as several layers: a median of few is steady enough
 
 
-class MeasuredRunner(Runner, Protocol):
-    """A runner that can say how fast it is, and what its sessions take."""
-
-    @property
-    def cache_bytes_per_position(self) -> int:
-        """What one position of one session takes in the held layers, in the long run."""
-
-    def measure_layer_ms(self, rows: int = 1) -> float:
-        """What one step of `rows` rows takes in one of the held layers, in milliseconds."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReadSlice:
     """A slice whose weights are in memory; how fast it is here is not known yet."""
@@ -55,7 +43,7 @@ class ReadSlice:
     checkpoint: Checkpoint
     spec: SliceSpec
     parts: Parts
-    runner: MeasuredRunner
+    runner: LoadedRunner
     store: ChoiceStore
     remembered: FormChoice | None
     bytes_read: int

@@ -34,10 +34,9 @@ from node.loading import (
 from node.scheduler import Scheduler
 from node.settings import NodeSettings
 from routing.types import WIDTHS, SliceSpec
-from slicing.batch import Runner, Work
+from slicing.batch import MEASURED_STEPS, Runner, Work
 from slicing.checkpoint import Checkpoint
 from slicing.model_source import open_checkpoint
-from slicing.runner import MEASURED_STEPS
 from slicing.stacks import build_weightless
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,8 @@ The messages between whoever schedules and whoever computes. Knows nothing of ho
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ import torch
 from slicing.ends import Parts
 
 IsCancelled = Callable[[], bool]
+MEASURED_STEPS = 9  # a median of fewer moves by more than a tenth on a busy machine
 
 
 class Cache(Protocol):
@@ -149,3 +152,18 @@ class SingleCalls:
         kept = [keep] if isinstance(keep, int) else keep
         work = Work(cache, hidden_states, position, kept)
         return self.run_closing_batch([work], start=start, is_cancelled=is_cancelled)[0]
+
+    def measure_layer_ms(self: Any, rows: int = 1) -> float:
+        """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""
+        start, end = max(self.parts.layers, key=lambda held: held[1] - held[0], default=(0, 0))
+        if start == end:
+            return 0.0
+        cache = self.new_cache()
+        hidden_states = torch.randn(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        times = []
+        for step in range(MEASURED_STEPS + 1):  # the first allocates, and is not counted
+            began = time.perf_counter()
+            self.run_layers(cache, hidden_states, step * rows, start=start, end=end)
+            times.append(time.perf_counter() - began)
+        cache.close()
+        return statistics.median(times[1:]) * 1000 / (end - start)

@@ -7,8 +7,6 @@ knows no sockets and no scheduler; one thread at a time may use it.
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -39,7 +37,6 @@ ALIGNMENT_BYTES = 64  # torch's own; kernels take another path (other bits) for 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a table of positions or a trained limit
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MAX_HEAD_THREADS = 4  # a few cores take all that memory gives
-MEASURED_STEPS = 9  # a median of fewer moves by more than a tenth on a busy machine
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -210,20 +207,6 @@ class PlainRunner(SingleCalls):
             return self.run_closing(cache, states, position, start=self.num_layers, keep=kept)
         rows = token_ids.to(self.device).unsqueeze(0)
         return self._slice.run_whole(cache, rows, position, is_cancelled)[0].float()
-
-    def measure_layer_ms(self, rows: int = 1) -> float:
-        """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""
-        start, end = max(self.parts.layers, key=lambda held: held[1] - held[0], default=(0, 0))
-        if start == end:
-            return 0.0
-        cache = self.new_cache()
-        hidden_states = torch.randn(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        times = []
-        for step in range(MEASURED_STEPS + 1):  # the first allocates, and is not counted
-            began = time.perf_counter()
-            self.run_layers(cache, hidden_states, step * rows, start=start, end=end)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:]) * 1000 / (end - start)
 
     @property
     def cache_bytes_per_position(self) -> int:

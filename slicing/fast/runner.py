@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +23,7 @@ from slicing.fast.embedding import look_up
 from slicing.fast.execute import Executor, StepWork, Workspace
 from slicing.fast.packing import Form, PackedWeight
 from slicing.fast.pages import MAX_STEP_ROWS, PagedCache, PagePool
-from slicing.runner import MEASURED_STEPS, kept_rows
+from slicing.runner import kept_rows
 
 MAX_WORKS = 256  # a call's rows are what costs; more works than that never fit one step's rows
 CANCELLABLE_ROWS = 16  # a step of fewer is over before anyone could wish to stop it
@@ -170,21 +168,6 @@ class FastRunner(SingleCalls):
         alone = [Work(None, rows, 0) for rows in chosen]
         every = [list(range(len(rows))) for rows in chosen]
         return self._run(alone, chosen, start, start, is_cancelled, every)
-
-    def measure_layer_ms(self, rows: int = 1) -> float:
-        """Measure what one step of `rows` rows takes in one of the held layers: median, in milliseconds."""
-        start, end = max(self.parts.layers, key=lambda held: held[1] - held[0], default=(0, 0))
-        if start == end:
-            return 0.0
-        cache = self.new_cache()
-        hidden_states = torch.randn(rows, self.hidden_size)
-        times = []
-        for step in range(MEASURED_STEPS + 1):  # the first allocates, and is not counted
-            began = time.perf_counter()
-            self.run_layers(cache, hidden_states, step * rows, start=start, end=end)
-            times.append(time.perf_counter() - began)
-        cache.close()
-        return statistics.median(times[1:]) * 1000 / (end - start)
 
     @property
     def cache_bytes_per_position(self) -> int:

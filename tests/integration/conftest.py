@@ -15,6 +15,7 @@ from slicing.checkpoint import Checkpoint
 from slicing.errors import ModelError
 from slicing.model_source import open_checkpoint
 from tests.support.processes import Process, Processes
+from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 MODEL = "smollm2"
 
@@ -69,3 +70,9 @@ def served(whole: WholeModel) -> Iterator[ServedModel]:
     with Processes() as processes:
         nodes = processes.hosts(MODEL, "1:16", "16:30", "1:16", "16:30", flags=("--dtype", "float32"))
         yield ServedModel(processes, nodes, processes.serve(MODEL, nodes))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """A tokenizer of few words, for tiny models with random weights."""
+    return ChatTokenizer.load(write_tiny_tokenizer(tmp_path_factory.mktemp("tiny")))

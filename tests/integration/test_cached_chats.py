@@ -23,7 +23,6 @@ from slicing.sampler import SamplingParams
 from tests.integration.chats import GREEDY, HIDDEN_SIZE, NUM_LAYERS, SEEDED, VOCAB_SIZE, Chat, chat, request
 from tests.node.rig import Node, until
 from tests.support.tiny_models import small_llama
-from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 SECRET = b"s" * 32
 SHORT: dict[str, Any] = {"runners": InvariantRunner, "chunk": 32}
@@ -35,11 +34,6 @@ PLACES = [(0, 0), (1, 0), (2, 1), None]
 def model() -> Iterator[LlamaForCausalLM]:
     with small_llama(256, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS) as llama:
         yield llama
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return ChatTokenizer.load(write_tiny_tokenizer(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(autouse=True)

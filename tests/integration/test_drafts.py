@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from slicing.invariant import InvariantRunner
 from slicing.sampler import SamplingParams
 from tests.integration.chats import GREEDY, HIDDEN_SIZE, NUM_LAYERS, SEEDED, VOCAB_SIZE, Chat, chat
 from tests.support.tiny_models import small_llama
-from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 MAX_POSITIONS = 128
 PROMPT = (7, 90, 31, 200, 5, 64, 12, 7, 90, 31, 44, 101, 3, 64, 12)
@@ -44,12 +42,6 @@ def model() -> Iterator[LlamaForCausalLM]:
         MAX_POSITIONS, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS
     ) as llama:
         yield llama
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder: Path = write_tiny_tokenizer(tmp_path_factory.mktemp("tiny"))
-    return ChatTokenizer.load(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from slicing.sampler import SamplingParams
 from tests.integration.chats import GREEDY, HIDDEN_SIZE, NUM_LAYERS, SEEDED, VOCAB_SIZE, chat, request
 from tests.node.rig import until
 from tests.support.tiny_models import small_llama
-from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 MAX_POSITIONS = 48
 
@@ -33,12 +31,6 @@ def model() -> Iterator[LlamaForCausalLM]:
         MAX_POSITIONS, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS
     ) as llama:
         yield llama
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder: Path = write_tiny_tokenizer(tmp_path_factory.mktemp("tiny"))
-    return ChatTokenizer.load(folder)
 
 
 PLACES = [(0, 0), (1, 0), (3, 1), (0, 2), None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -406,6 +407,20 @@ async def test_what_is_ready_goes_together_and_a_sessions_own_jobs_in_order(
     assert sorted(rows for batch in work.batches for session, rows in batch if session == "a") == [1, 2]
     assert sessions[-1] == {"a"} or len(sessions) == 2
     assert all(job.num_finished == 1 for job in jobs)
+
+
+async def test_steps_that_come_in_one_turn_of_the_loop_go_together_on_an_idle_thread(
+    queue: BatchQueue[FakeJob], work: FakeWork
+) -> None:
+    work.gate.set()
+    jobs = [FakeJob(name) for name in "abcd"]
+    for job in jobs:
+        queue.submit(job)
+        time.sleep(0.005)  # the thread would have begun by now
+    async with asyncio.timeout(10):
+        while not all(job.num_finished for job in jobs):
+            await asyncio.sleep(0.001)
+    assert work.batches == [[(name, 1) for name in "abcd"]]
 
 
 async def test_a_plain_lane_is_computed_one_job_a_call(queue: BatchQueue[FakeJob], work: FakeWork) -> None:
