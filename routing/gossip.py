@@ -230,7 +230,7 @@ class Gossip:
         if not digest.is_reply:
             newer = lacking(self._table, digest, self._limits.span_size)
             doubts = tuple(prefix for prefix in self._found_dead() if prefix not in digest.doubts)
-            if newer or doubts:
+            if newer or doubts or not answers:  # an empty one says: there is no more to know here
                 answers.append(Digest(newer, is_reply=True, doubts=doubts))
         return answers
 

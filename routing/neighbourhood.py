@@ -191,7 +191,8 @@ class Neighbourhood:
     def _tells_all(message: Message, was_asked: bool) -> bool:
         """Whether a peer speaks of all that it knows; what it pushes is only news, and a hint is only a doubt."""
         if isinstance(message, Digest):
-            return bool(message.entries) or not message.is_reply
+            is_hint = message.is_reply and not message.entries and message.doubts
+            return not is_hint
         return isinstance(message, Records) and was_asked
 
     def on_link_up(self, link: Link) -> None:

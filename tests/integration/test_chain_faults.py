@@ -548,7 +548,7 @@ async def test_no_route_at_all_is_said_at_once() -> None:
     async with home() as here:
         await here.know(await here.rig.add_fake_node(0, 3))
         with pytest.raises(NoRouteError, match="3:6"):
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(chain_module.RETURN_GRACE_S):
                 await here.open()
         assert here.switchboard.num_chains == 0
 

@@ -104,6 +104,9 @@ async def air() -> AsyncIterator[Air]:
             await task
 
 
+SOON_S = 5.0  # on a busy machine
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not is_true():
@@ -188,7 +191,7 @@ async def test_a_false_alarm_is_cleared_at_once(air: Air) -> None:
     directory, _ = await air.watch([await air.add(peer)])
     directory.note_loss(peer.links[0].own_id)
     assert directory.records() == ()
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(SOON_S):
         await until(lambda: len(directory.records()) == 1)
 
 
@@ -332,7 +335,7 @@ async def test_other_slices_are_asked_for_when_they_are_announced(air: Air) -> N
     peer.offers = (other,)
     members.announce(address, sequence=2, offers=peer.offers)
     directory.refresh()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(SOON_S):
         await until(lambda: directory.records()[0].offers == (other,))
 
 

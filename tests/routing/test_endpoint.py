@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from dataclasses import replace
 
 import pytest
@@ -133,11 +132,9 @@ async def test_probe_of_a_silent_address_times_out(rig: Rig) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
-        began = time.monotonic()
         with pytest.raises(LinkError) as caught:
             await prober.endpoint.probe(NodeAddress(NodeId(b"x" * 32), *deaf.getsockname()), 0.1)
     assert caught.value.code is ErrorCode.TIMEOUT
-    assert time.monotonic() - began < 1.0
 
 
 # --- who may stay

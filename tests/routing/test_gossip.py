@@ -142,12 +142,12 @@ def test_two_tables_are_the_same_after_one_exchange() -> None:
     assert len(one.announcements) == 62
 
 
-def test_equal_tables_cost_one_message() -> None:
+def test_equal_tables_cost_a_question_and_an_empty_answer() -> None:
     one, other = gossip_of(OWN, OTHER.node_id), gossip_of(OTHER, OWN.node_id)
     for gossip, peer in ((one, OTHER), (other, OWN)):
         gossip.receive(peer.node_id, Records((record_of(THIRD),)))
     one.next_tick = START_S
-    assert exchange(one, OWN.node_id, other, OTHER.node_id, one.tick()) == {"Digest": 1}
+    assert exchange(one, OWN.node_id, other, OTHER.node_id, one.tick()) == {"Digest": 2}
 
 
 def test_a_newcomer_fills_its_table_at_once() -> None:
@@ -365,7 +365,7 @@ def test_a_digest_of_nonsense_costs_one_small_pull() -> None:
     [(_, pull)] = gossip.receive(PEER, nonsense)
     assert isinstance(pull, Pull)
     assert len(pull.prefixes) <= 96
-    assert gossip.receive(PEER, nonsense) == []  # nothing more until it answered
+    assert gossip.receive(PEER, nonsense) == [(PEER, Digest((), is_reply=True))]  # no more until it answered
     for _ in range(20):
         gossip.receive(PEER, nonsense)
     assert gossip.faults[GossipFault.DIGEST_FLOOD] == 12

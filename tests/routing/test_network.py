@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from routing import directory, reach_check
+from routing import directory, gossip, neighbourhood, reach_check
 from routing.errors import SettingsError
 from routing.identity import Identity
 from routing.reach import Verdict
 from routing.types import NodeAddress, SliceSpec
 from tests.routing.swarms import Swarm, address_of, forwarded, free_port, knows, open_swarm, until
 from tests.support.gossip_process import offer
+
+SOON_S = 5.0  # on a busy machine; without being told, peers would take several times as long
+GIVEN_UP_S = 30.0
 
 
 @pytest_asyncio.fixture
@@ -36,6 +39,17 @@ async def test_nodes_of_one_sentinel_find_each_other_and_a_guest_finds_all(swarm
     )
     await until(lambda: all(it.is_verified and it.rtt_ms is not None for it in guest.directory.records()))
     assert all(guest.node_id not in it.gossip.announcements for it in (sentinel, one, two))
+
+
+async def test_a_guest_that_comes_before_anybody_was_announced_is_not_kept_waiting(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip, "PERIOD_S", 600.0)
+    sentinel = await swarm.sentinel()
+    guest = await swarm.guest(sentinel)
+    async with asyncio.timeout(GIVEN_UP_S):
+        await guest.first_look(600.0)
+    assert sentinel.gossip.num_records == 0
 
 
 async def test_any_member_can_be_a_bootstrap(swarm: Swarm) -> None:
@@ -118,9 +132,7 @@ async def test_a_leave_is_seen_everywhere_at_once(swarm: Swarm) -> None:
     one, two, three = [await swarm.node(sentinel) for _ in range(3)]
     await until(lambda: knows(one, two, three, sentinel) and knows(two, one, three, sentinel))
     await three.leave()
-    began = time.monotonic()
-    await until(lambda: knows(one, two, sentinel) and knows(two, one, sentinel))
-    assert time.monotonic() - began < 0.5
+    await until(lambda: knows(one, two, sentinel) and knows(two, one, sentinel), SOON_S)
     assert three.endpoint.links  # they did not merely see links close
     three.announce()
     await asyncio.sleep(0.1)
@@ -164,29 +176,33 @@ async def test_a_sentinel_that_comes_back_is_dialled_again(swarm: Swarm) -> None
     await until(lambda: knows(one, two, again) and knows(two, one, again), 10.0)
 
 
-async def test_a_bootstrap_that_accepts_and_says_nothing_holds_up_nobody(swarm: Swarm) -> None:
+async def test_a_bootstrap_that_accepts_and_says_nothing_holds_up_nobody(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbourhood, "DIAL_TIMEOUT_S", 600.0)
     sentinel = await swarm.sentinel()
     writers: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     half_open = NodeAddress(Identity.generate().node_id, "127.0.0.1", port)
-    began = time.monotonic()
-    node = await swarm.node(half_open, sentinel)
-    guest = await swarm.guest(half_open, sentinel)
-    await guest.first_look(10.0)
-    await until(lambda: knows(node, sentinel))
-    assert time.monotonic() - began < 4.0
-    silent.close()
-    for writer in writers:
-        writer.close()
+    try:
+        async with asyncio.timeout(GIVEN_UP_S):
+            node = await swarm.node(half_open, sentinel)
+            guest = await swarm.guest(half_open, sentinel)
+            await guest.first_look(600.0)
+            await until(lambda: knows(node, sentinel), GIVEN_UP_S)
+        assert half_open not in guest.status().bootstrap_errors  # it is still waited for
+    finally:
+        silent.close()
+        for writer in writers:
+            writer.close()
 
 
 async def test_a_swarm_without_a_live_bootstrap_is_named_as_such(swarm: Swarm) -> None:
     dead = NodeAddress(Identity.generate().node_id, "127.0.0.1", 9)
     guest = await swarm.guest(dead)
-    began = time.monotonic()
-    await guest.first_look(10.0)
-    assert time.monotonic() - began < 4.0
+    async with asyncio.timeout(GIVEN_UP_S):
+        await guest.first_look(600.0)
     assert "LINK_LOST" in guest.status().bootstrap_errors[dead]
 
 

@@ -56,13 +56,14 @@ async def test_sentinel_that_does_not_answer_is_left_for_the_next(rig: Rig, monk
     assert "does not answer" in node.reservations.last_errors[deaf.address]
 
 
-async def test_sentinel_that_is_learned_of_later_is_asked_at_once(rig: Rig) -> None:
+async def test_sentinel_that_is_learned_of_later_is_asked_at_once(rig: Rig, monkeypatch: Any) -> None:
+    monkeypatch.setattr("routing.reservations._LOOK_S", 600.0)
     first, second = await rig.sentinel(), await rig.sentinel()
     places = [first.address]
     node = await rig.hidden(first, places=places)
     places.append(second.address)
     node.reservations.wake()
-    async with asyncio.timeout(0.9):
+    async with asyncio.timeout(10.0):
         while len(node.reservations.sentinels) < 2:
             await asyncio.sleep(0.01)
 
