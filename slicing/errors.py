@@ -12,3 +12,11 @@ class ModelError(Exception):
 
 class LogitsError(ModelError):
     """A model yielded logits that hold no choice: a NaN, an infinity at the top, or nothing but -inf."""
+
+
+class CallError(ModelError):
+    """Bytes that should hold a call of blocks, or its answer, do not; the text names what is wrong, no content."""
+
+
+class CallUnknown(CallError):
+    """A call speaks of something that was sent before, and it is not here: the sender must send it again."""

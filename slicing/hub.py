@@ -85,7 +85,7 @@ def open_hub(
             revision=revision or None,
             allow_patterns=SMALL_FILES,
             local_files_only=not may_fetch,
-            tqdm_class=_reporting_bar(no_progress),
+            tqdm_class=reporting_bar(no_progress),
         )
     folder = Path(small_files)
     read_config_map(folder)
@@ -117,11 +117,14 @@ class HubShards:
         progress: Progress,
         *,
         may_fetch: bool = True,
+        subfolder: str = "",
     ) -> None:
         self.model = model
         self.repo = repo
-        self.folder = folder  # the hub cache's snapshot; its name is the commit, so the content never changes
-        self.store = store / folder.name
+        self.commit = folder.name  # the hub cache names a snapshot by it, so the content never changes
+        self.folder = folder / subfolder
+        self.subfolder = subfolder or None
+        self.store = store / self.commit / subfolder
         self.progress = progress
         self.may_fetch = may_fetch
         self.wait: Callable[[float], None] = time.sleep
@@ -140,8 +143,10 @@ class HubShards:
                 return parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), size, file.path)
             except RangesIgnoredError:
                 logger.warning("the server ignores byte ranges: fetching %s of %s whole", shard, self.model)
-                bar = _reporting_bar(self.progress)
-                whole = hf_hub_download(self.repo, shard, revision=self.folder.name, tqdm_class=bar)
+                bar = reporting_bar(self.progress)
+                whole = hf_hub_download(
+                    self.repo, shard, subfolder=self.subfolder, revision=self.commit, tqdm_class=bar
+                )
                 return read_tensor_ranges(Path(whole))
 
     def fetch(self, ranges: Iterable[TensorRange], progress: Progress) -> None:
@@ -201,7 +206,7 @@ class HubShards:
 
     def _stream(self, file: SparseFile, begin: int, end: int) -> Iterator[bytes]:
         """Ask for [begin, end) and yield it as it comes; makes the local file once the size is known."""
-        url = hf_hub_url(self.repo, file.path.name, revision=self.folder.name)
+        url = hf_hub_url(self.repo, file.path.name, subfolder=self.subfolder, revision=self.commit)
         headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
             if response.status_code >= 400:
@@ -271,8 +276,8 @@ def _is_transient(error: Exception) -> bool:
     return not isinstance(error, HfHubHTTPError) or error.response.status_code in TRANSIENT_STATUS
 
 
-def _reporting_bar(progress: Progress) -> type[Any]:
-    """Make the progress-bar class that huggingface_hub wants: it draws nothing and tells `progress`."""
+def reporting_bar(progress: Progress) -> type[Any]:
+    """Return the progress-bar class that huggingface_hub wants: it draws nothing and tells `progress`."""
 
     class ReportingBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import uvicorn
 
+from app.engine.diffusion.request import DiffusionEngine
 from app.engine.request import Library, TextEngine
 from app.engine.shelf import Shelf
 from app.gateway import Gateway
+from app.jobs.runner import JobRunner
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
@@ -33,6 +35,7 @@ class Served:
     http: httpx.AsyncClient
     gateway: Gateway
     metrics: GatewayMetrics
+    jobs: JobRunner
 
     async def ask(self, **changes: Any) -> httpx.Response:
         """Send `QUESTION` with changes; a change to None leaves the field out."""
@@ -94,7 +97,9 @@ class QuickServer(uvicorn.Server):
         await settles(lambda: not self.server_state.connections and not self.server_state.tasks)
 
 
-def serve_engines(*engines: TextEngine, **settings: Any) -> AbstractAsyncContextManager[Served]:
+def serve_engines(
+    *engines: TextEngine | DiffusionEngine, **settings: Any
+) -> AbstractAsyncContextManager[Served]:
     """Run the application over engines that are there."""
     return serve_library(Shelf({engine.model_name: engine for engine in engines}), **settings)
 
@@ -113,8 +118,9 @@ async def serve_library(library: Library, **settings: Any) -> AsyncIterator[Serv
     try:
         await settles(lambda: server.started)
         async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, verify=False) as http:
-            yield Served(url, port, http, app.state.gateway, metrics)
+            yield Served(url, port, http, app.state.gateway, metrics, app.state.jobs)
     finally:
+        await app.state.jobs.close()
         server.leaving.set()
         await serving
         listener.close()

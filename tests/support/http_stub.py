@@ -54,7 +54,11 @@ class HubStub:
 
     def files(self) -> list[Path]:
         """The repository's files."""
-        return sorted(file for file in self.folder.iterdir() if file.is_file())
+        return sorted(file for file in self.folder.rglob("*") if file.is_file())
+
+    def name_of(self, file: Path) -> str:
+        """A file's path in the repository."""
+        return file.relative_to(self.folder).as_posix()
 
     def count(self, kind: str) -> None:
         """Count one request."""
@@ -102,17 +106,22 @@ class _Handler(BaseHTTPRequestHandler):
             )
         if path == f"/api/models/{hub.repo}/tree/{COMMIT}":
             return self._json([self._entry(file) for file in hub.files()])
-        if match := re.fullmatch(rf"/{hub.repo}/resolve/{COMMIT}/([^/]+)", path):
+        if match := re.fullmatch(rf"/{hub.repo}/resolve/(?:main|{COMMIT})/([\w./-]+)", path):
             file = hub.folder / match[1]
             return self._file(file) if file.is_file() else self._refuse(404, "EntryNotFound")
         return self._refuse(404, "RepoNotFound")
 
     def _entry(self, file: Path) -> dict[str, object]:
-        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
+        return {
+            "type": "file",
+            "path": self.hub.name_of(file),
+            "size": file.stat().st_size,
+            "oid": _etag(file),
+        }
 
     def _file(self, file: Path) -> None:
         is_weight = file.suffix == ".safetensors"
-        self.hub.count(f"{self.command} {file.name}")
+        self.hub.count(f"{self.command} {self.hub.name_of(file)}")
         if is_weight and self.command == "GET" and (status := self.hub.next_failure()) is not None:
             return self._refuse(status, "")
         content = file.read_bytes()

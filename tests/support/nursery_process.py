@@ -18,14 +18,17 @@ from typing import NoReturn
 
 import torch  # noqa: F401 - imported for those that are forked, as are the next ones
 import transformers.models.llama.modeling_llama  # noqa: F401
+import uvloop  # noqa: F401
 
 import app.main
 import cli.main
+import cli.membership
 import node.main
+import slicing.fast.loading
 
 MAX_REQUEST = 256 << 10
 
-__all__ = ["app", "node"]
+__all__ = ["app", "node", "slicing"]
 
 
 def main() -> None:
