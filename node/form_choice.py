@@ -22,8 +22,10 @@ import psutil
 import torch
 
 from node.settings import NodeSettings
+from routing.errors import SettingsError
 from routing.types import SliceSpec
 from slicing.buffers import DTYPES
+from slicing.diffusion.source import compute_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,25 @@ def choose_dtype(settings: NodeSettings, stored: torch.dtype, remembered: FormCh
     if remembered is not None:
         return DTYPES[remembered.dtype]
     return torch.bfloat16 if stored == torch.bfloat16 and _is_bfloat16_faster() else torch.float32
+
+
+def choose_block_dtype(settings: NodeSettings, stored: torch.dtype) -> torch.dtype:
+    """The compute dtype of a diffusion model's blocks: as set, else float32 on a CPU, the checkpoint's own elsewhere.
+
+    Blocks are run as they are in stock: raises SettingsError where another runner, or packed weights, are asked for.
+    """
+    if settings.runner not in ("auto", "plain"):
+        raise SettingsError(
+            f"a diffusion model's blocks are run as they are in stock, not by the {settings.runner} runner: "
+            "leave --runner out"
+        )
+    if settings.weights == "int8":
+        raise SettingsError("a diffusion model's blocks hold their weights as bf16 or fp32, not as int8")
+    if settings.dtype != "auto":
+        return DTYPES[settings.dtype]
+    if settings.weights != "auto":
+        return torch.bfloat16 if settings.weights == "bf16" else torch.float32
+    return compute_dtype(stored, settings.device)
 
 
 def choose_threads(

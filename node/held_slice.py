@@ -6,20 +6,25 @@ Knows nothing of sessions or links.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import HopEntry, SliceOffer, WireDtype
 from slicing.batch import Runner
 
+if TYPE_CHECKING:
+    from node.call_job import CallRunner
+
 SPOKEN_DTYPES = (WireDtype.FLOAT32, WireDtype.BFLOAT16, WireDtype.FLOAT16)
 KEY_BYTES = 32
+KIB = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldSlice:
     """A loaded slice and the offer that describes it. Two are the same only where they are one."""
 
-    runner: Runner
+    runner: Runner | CallRunner
     offer: SliceOffer
     cache_bytes_per_position: int  # in all held layers
     weights_bytes: int = 0
@@ -30,13 +35,33 @@ class HeldSlice:
         """What it is, for errors and logs."""
         return f"layers {self.offer.spec} of {self.offer.model_name}"
 
+    @property
+    def takes_calls(self) -> bool:
+        """Whether blocks of diffusion are held: they are called, and have no positions."""
+        return not hasattr(self.runner, "run_layers_batch")
+
+    @property
+    def layers(self) -> Runner:
+        """The runner of a slice that does not take calls."""
+        assert not self.takes_calls
+        return self.runner  # type: ignore[return-value]
+
+    @property
+    def blocks(self) -> CallRunner:
+        """The runner of a slice that takes calls."""
+        assert self.takes_calls
+        return self.runner  # type: ignore[return-value]
+
     def cache_bytes(self, entry: HopEntry, num_positions: int) -> int:
         """What a session of this work takes for so many positions, the room to grow included.
 
-        Layers are taken as equal.
+        Layers are taken as equal. For a session of calls: so many KiB of each block, for kept keys and values.
         """
+        num_layers = entry.end - entry.start
+        if entry.calls:
+            return num_positions * KIB * num_layers
         num_held = self.offer.spec.end - self.offer.spec.start
-        return self.runner.cache_bytes(num_positions) * (entry.end - entry.start) // num_held
+        return self.layers.cache_bytes(num_positions) * num_layers // num_held
 
     def serves(self, entry: HopEntry) -> bool:
         """Whether the layers and ends asked for are held."""
@@ -53,8 +78,10 @@ class HeldSlice:
         check_shape(entry)
         if not self.serves(entry):
             raise WorkError(ErrorCode.NO_SLICE, f"layers {entry.start}:{entry.end} asked; held: {self.name}")
-        if entry.max_positions > self.runner.max_positions:
-            limit = self.runner.max_positions
+        if entry.calls is not self.takes_calls:
+            raise ProtocolError(ErrorCode.MALFORMED, f"calls and hidden states are confused: {self.name}")
+        if not entry.calls and entry.max_positions > self.layers.max_positions:
+            limit = self.layers.max_positions
             raise ProtocolError(
                 ErrorCode.TOO_BIG, f"{entry.max_positions} positions asked, the model has {limit}"
             )
@@ -73,6 +100,7 @@ def check_shape(entry: HopEntry) -> None:
         "wire dtype": entry.wire_out not in SPOKEN_DTYPES,
         "positions": entry.max_positions < 1,
         "empty range": entry.start == entry.end and not (entry.run_opening or entry.run_closing),
+        "calls": entry.calls and (entry.run_opening or entry.run_closing or entry.resumes or entry.prefixes),
     }
     wrong = [name for name, is_wrong in problems.items() if is_wrong]
     if wrong:

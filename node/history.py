@@ -22,6 +22,8 @@ NODE_BYTES = 256 << 20  # all sessions of a node: a tenth of what a small machin
 KEPT_ANSWERS = 4
 KEPT_ANSWER_BYTES = 8 << 20  # decode rows are tiny beside it, the rows of a very long prefill are let go
 
+KEPT_CALL_BYTES = 1 << 20  # calls are made again for a later route; repeats on the same one are rare
+
 
 @dataclass(slots=True)
 class DoneStep:

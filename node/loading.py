@@ -8,26 +8,39 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from node import events
 from node.events import OnEvent
-from node.form_choice import ChoiceStore, FormChoice, choose_dtype, choose_threads, use_threads
+from node.form_choice import (
+    ChoiceStore,
+    FormChoice,
+    choose_block_dtype,
+    choose_dtype,
+    choose_threads,
+    use_threads,
+)
 from node.held_slice import HeldSlice
 from node.settings import NodeSettings
 from node.step_job import TORCH_DTYPES
 from routing.errors import SettingsError
 from routing.types import SliceOffer, SliceSpec
+from slicing.any_model import OpenModel
 from slicing.batch import Runner, Work
 from slicing.cache import cache_root
 from slicing.checkpoint import Checkpoint
+from slicing.diffusion.block_range import BlockRange, load_block_range
+from slicing.diffusion.source import PipelineSource
 from slicing.ends import Parts
 from slicing.load_runner import LoadedRunner, load_runner
 from slicing.progress import StoppableProgress
+from slicing.stacks import BUILDING
 from slicing.weights import layer_number
 
 logger = logging.getLogger(__name__)
@@ -40,10 +53,10 @@ HEAD_TRIALS = 3  # a head takes as long as several layers: a median of few is st
 class ReadSlice:
     """A slice whose weights are in memory; how fast it is here is not known yet."""
 
-    checkpoint: Checkpoint
+    checkpoint: OpenModel
     spec: SliceSpec
     parts: Parts
-    runner: LoadedRunner
+    runner: LoadedRunner | BlockRange
     store: ChoiceStore
     remembered: FormChoice | None
     bytes_read: int
@@ -92,8 +105,7 @@ def read_slice(
     started, read_before = time.perf_counter(), checkpoint.bytes_requested
     num_layers = checkpoint.config.num_hidden_layers
     spec = checked_spec(layers, num_layers)
-    asked = f"{settings.runner}/{settings.weights}"
-    store = ChoiceStore(cache_root(settings.cache_dir), checkpoint.digest, spec, settings.device, asked)
+    store = _store(settings, checkpoint, spec)
     remembered = store.load()
     dtype = dtype or choose_dtype(settings, checkpoint.dtype, remembered)
     hold_ends = settings.hold_ends if has_ends is None else has_ends
@@ -115,6 +127,33 @@ def read_slice(
     return ReadSlice(checkpoint, spec, parts, runner, store, remembered, read, load_s)
 
 
+def read_blocks(
+    settings: NodeSettings,
+    source: PipelineSource,
+    layers: SliceSpec | None,
+    report: LoadReport,
+    *,
+    dtype: torch.dtype | None = None,
+) -> ReadSlice:
+    """As `read_slice`, for blocks of a pipeline's transformers; nothing else of the pipeline is opened."""
+    started, read_before = time.perf_counter(), source.bytes_requested
+    spec = checked_spec(layers, source.num_layers)
+    store = _store(settings, source, spec)
+    dtype = dtype or choose_block_dtype(settings, source.dtype)
+    source.fetch(range(spec.start, spec.end), report)
+    with (
+        closing(source),
+        BUILDING,
+    ):  # a pipeline that is loaded in this process changes how modules are filled
+        blocks = load_block_range(
+            source, spec.start, spec.end, dtype=dtype, device=settings.device, progress=report
+        )
+    read = source.bytes_requested - read_before
+    load_s = time.perf_counter() - started
+    parts = _parts(spec, source.num_layers, hold_ends=False)
+    return ReadSlice(source, spec, parts, blocks, store, store.load(), read, load_s)
+
+
 def measure_slice(settings: NodeSettings, read: ReadSlice, report: LoadReport) -> LoadedSlice:
     """Choose the number of threads of the calling thread, where it will be computed, and measure a layer's time."""
     runner = read.runner
@@ -134,18 +173,25 @@ def loaded_slice(read: ReadSlice, threads: int, layer_ms: float, head_ms: float)
     runner = read.runner
     offer = _offer(read.checkpoint, runner, read.spec, read.parts, layer_ms)
     held = HeldSlice(
-        runner,
+        cast(Any, runner),  # blocks take calls, not rows: see `HeldSlice`
         offer,
-        runner.cache_bytes_per_position,
+        cache_bytes_per_position(runner),
         weights_bytes=runner.size_bytes,
         head_ms=head_ms,
     )
     return LoadedSlice(held, threads, read.load_s, runner.size_bytes, read.bytes_read)
 
 
-def measure_head_ms(runner: Runner) -> float:
+def cache_bytes_per_position(runner: LoadedRunner | BlockRange) -> int:
+    """What one position of one session takes in the held layers: of blocks, the keys and values that patches keep."""
+    if isinstance(runner, BlockRange):
+        return 2 * runner.hidden_size * runner.dtype.itemsize * (runner.end - runner.start)
+    return runner.cache_bytes_per_position
+
+
+def measure_head_ms(runner: Runner | BlockRange) -> float:
     """Median time of norm and head on one row, in milliseconds; 0 where they are not held."""
-    if not runner.parts.closing:
+    if isinstance(runner, BlockRange) or not runner.parts.closing:
         return 0.0
     row = Work(runner.new_cache(), torch.zeros(1, runner.hidden_size, dtype=runner.dtype), 0)
     times = []
@@ -157,11 +203,13 @@ def measure_head_ms(runner: Runner) -> float:
     return statistics.median(times) * 1000
 
 
-def layer_bytes(checkpoint: Checkpoint, dtype: torch.dtype, layer: int, size_bytes: int) -> int:
+def layer_bytes(checkpoint: OpenModel, dtype: torch.dtype, layer: int, size_bytes: int) -> int:
     """What the largest layer's weights take in memory where `layer`, loaded alone, takes `size_bytes`.
 
     The rest is told by the checkpoint's tensor table; a layer of the same shapes takes the same.
     """
+    if isinstance(checkpoint, PipelineSource):
+        return max(checkpoint.block_bytes(number, dtype) for number in range(checkpoint.num_layers))
     sizes = _layer_sizes(checkpoint, dtype)
     return max(sizes.values(), default=0) * size_bytes // max(1, sizes.get(layer, 0)) if sizes else size_bytes
 
@@ -175,6 +223,11 @@ def _layer_sizes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[int, int]:
             width = dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize
             sizes[layer] = sizes.get(layer, 0) + tensor.size_bytes // tensor.dtype.itemsize * width
     return sizes
+
+
+def _store(settings: NodeSettings, opened: OpenModel, spec: SliceSpec) -> ChoiceStore:
+    asked = f"{settings.runner}/{settings.weights}"
+    return ChoiceStore(cache_root(settings.cache_dir), opened.digest, spec, settings.device, asked)
 
 
 def checked_spec(asked: SliceSpec | None, num_layers: int) -> SliceSpec:
@@ -195,13 +248,13 @@ def _parts(spec: SliceSpec, num_layers: int, *, hold_ends: bool) -> Parts:
 
 
 def _offer(
-    checkpoint: Checkpoint, runner: Runner, spec: SliceSpec, parts: Parts, layer_ms: float
+    checkpoint: OpenModel, runner: Runner | BlockRange, spec: SliceSpec, parts: Parts, layer_ms: float
 ) -> SliceOffer:
     return SliceOffer(
         model_name=checkpoint.public_name,
         model_digest=checkpoint.digest,
         num_layers=runner.num_layers,
-        hidden_size=runner.hidden_size,
+        hidden_size=max(1, runner.hidden_size),  # some transformers do not say
         spec=spec,
         dtype=WIRE_DTYPES[runner.dtype],
         form=runner.form,
@@ -210,5 +263,5 @@ def _offer(
         layer_ms=layer_ms,
         layer_hashes=tuple(runner.layer_hashes[layer] for layer in range(spec.start, spec.end)),
         confirms=True,
-        keeps=runner.is_invariant,
+        keeps=not isinstance(runner, BlockRange) and runner.is_invariant,
     )

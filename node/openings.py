@@ -11,8 +11,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from node.call_job import CallState
 from node.held_slice import HeldSlice
-from node.history import KEPT_ANSWER_BYTES, KEPT_ANSWERS, SESSION_BYTES, History, HistoryBudget
+from node.history import (
+    KEPT_ANSWER_BYTES,
+    KEPT_ANSWERS,
+    KEPT_CALL_BYTES,
+    SESSION_BYTES,
+    History,
+    HistoryBudget,
+)
 from node.outbox import Outbox
 from node.prefix_store import ForkedState, PrefixStore
 from node.return_path import ReturnPath
@@ -147,9 +155,11 @@ class Openings:
         if entry.confirms and entry.next_hop is None:
             self._confirm(session, session.first_position)
 
-    def _admitted_state(self, link: Link, entry: HopEntry, held: HeldSlice) -> ForkedState:
+    def _admitted_state(self, link: Link, entry: HopEntry, held: HeldSlice) -> ForkedState | CallState:
         """What the compute thread begins with. Raises ProtocolError, or WorkError for want of room."""
-        sampler, fork = new_sampler(held.runner, entry), self._prefixes.find(held, entry)
+        if entry.calls:
+            return self._admitted_calls(link, entry, held)
+        sampler, fork = new_sampler(held.layers, entry), self._prefixes.find(held, entry)
         try:
             self._check_room(link, entry, held, fork)
         except RemoteError:
@@ -157,7 +167,15 @@ class Openings:
             if fork is not None:
                 fork.give_up()
             raise
-        return ForkedState(held.runner.new_cache(), sampler, fork=fork)
+        return ForkedState(held.layers.new_cache(), sampler, fork=fork)
+
+    def _admitted_calls(self, link: Link, entry: HopEntry, held: HeldSlice) -> CallState:
+        try:
+            self._room.check(link.peer_id, held, entry)
+        except RemoteError:
+            self._stats.sessions_refused += 1
+            raise
+        return CallState.of(held.blocks, limit_bytes=held.cache_bytes(entry, entry.room))
 
     def _check_room(self, link: Link, entry: HopEntry, held: HeldSlice, fork: Fork | None) -> None:
         try:
@@ -168,6 +186,8 @@ class Openings:
             self._room.check(link.peer_id, held, entry)
 
     def _new_history(self, entry: HopEntry) -> History:
+        if entry.calls:
+            return History(self._histories, max_bytes=KEPT_CALL_BYTES, max_outputs=KEPT_ANSWERS)
         if entry.next_hop is None:
             return History(self._histories, max_bytes=KEPT_ANSWER_BYTES, max_outputs=KEPT_ANSWERS)
         return History(self._histories, max_bytes=SESSION_BYTES)
@@ -219,7 +239,7 @@ class Openings:
         entry, link = session.entry, None
         trouble = "the link to the next hop closed"
         try:
-            link = await self._dial(entry)
+            link = await self._dial(entry, is_live=entry.resumes or (entry.calls and onward.epoch > 1))
         except RemoteError as error:
             trouble = f"the next hop cannot be reached, {error.code.name}"
         except Exception as error:  # the address is a gateway's: whatever it makes of the resolver stays here
@@ -235,13 +255,13 @@ class Openings:
         if not entry.resumes:
             self._steps.next_hop_takes(session, 1)
 
-    async def _dial(self, entry: HopEntry) -> Link:
+    async def _dial(self, entry: HopEntry, *, is_live: bool) -> Link:
         assert self._endpoint is not None
         assert entry.next_hop is not None
         ways = [way for way in (entry.next_hop, *entry.next_alternatives) if self._may_dial(way)]
         if not ways:
             raise SecurityError(ErrorCode.NOT_ALLOWED, "this node does not dial there")
-        limit_s = REDIAL_TIMEOUT_S if entry.resumes else OPEN_TIMEOUT_S
+        limit_s = REDIAL_TIMEOUT_S if is_live else OPEN_TIMEOUT_S
         return await self._endpoint.reach(ways, timeout_s=limit_s)
 
     def lose_next_hop(self, session: Session, text: str) -> None:

@@ -24,6 +24,9 @@ class Outbox:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
+        self.call_bytes = (
+            0  # of calls that wait to leave: they are counted by the memory budget, and may be many
+        )
 
     def put(self, link: Link, message: Message, gone: Gone | None = None) -> RemoteError | None:
         """Send; `gone` is called when the message has left, or never will. Returns why it cannot be sent at all."""
@@ -34,7 +37,7 @@ class Outbox:
             if gone is not None:
                 gone()
             return error
-        if link.waiting_bytes > MAX_WAITING_BYTES:
+        if link.waiting_bytes > MAX_WAITING_BYTES + self.call_bytes:
             logger.warning("peer %s takes nothing; its link is closed", link.peer_id.hex()[:8])
             self._tasks.create_task(link.close())
         return None

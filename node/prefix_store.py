@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.budget import MemoryBudget
+from node.call_job import CallState
 from node.held_slice import HeldSlice
 from node.session import Session
 from node.stats import NodeStats
@@ -74,6 +75,8 @@ class PrefixStore:
 
     def may_keep(self, session: Session, hashes: Sequence[bytes]) -> bool:
         """Whether a session is at rest, and has computed every block that the hashes speak of."""
+        if isinstance(session.state, CallState):
+            return False
         cache, length = session.state.cache, len(hashes) * BLOCK
         return (
             is_invariant(session.held)
@@ -84,6 +87,7 @@ class PrefixStore:
 
     def keep(self, session: Session, hashes: Sequence[bytes]) -> None:
         """Take over the keys and values of a session that `may_keep`, and that was freed just now but for them."""
+        assert isinstance(session.state, ForkedState)
         entry, cache, held = session.entry, session.state.cache, session.held
         length, owner = len(hashes) * BLOCK, session.entry.gateway_id
         reserved = self._budget.release(session)

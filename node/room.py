@@ -1,8 +1,8 @@
 """Who gets room on a node: memory is set aside when a session opens, and idle sessions make way for new ones.
 
 The rule: what was kept of ended sessions goes first, the least recently used before the others; then sessions that
-were idle for ten seconds, the longest idle first, never one with a step under way. They are rebuilt by replay when
-they come back. A full node says when to ask again. Knows nothing of links and tensors.
+were idle for ten seconds (of calls: five minutes), the longest idle first, never one with a step under way. They are
+rebuilt by replay when they come back. A full node says when to ask again. Knows nothing of links and tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from routing.types import HopEntry, NodeId
 EVICT_IDLE_S = (
     10.0  # a session whose gateway waits for somebody is back sooner; beyond it a client reads nothing
 )
+# A session of calls waits for the other hops' part of a pass, which may be long, and what it loses is a pass' keys:
+# two that took each other's room in turn would both begin anew with every step.
+EVICT_CALLS_IDLE_S = 300.0
 FRESH_S = 1.0  # how long a session is taken to last that has computed nothing yet: about a short answer
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 30_000
 
@@ -53,18 +56,17 @@ class Room:
         """
         needed = self.needed_bytes(held, entry)
         if needed > self._budget.limit_bytes:
-            raise WorkError(
-                ErrorCode.NO_ROOM,
-                f"{entry.room} positions asked, there is room for {self._most(held, entry)}",
-                room=self._most(held, entry),
-            )
+            most, unit = self._most(held, entry), _unit(entry)
+            text = f"{entry.room} {unit} asked, there is room for {most}"
+            raise WorkError(ErrorCode.NO_ROOM, text, room=most)
         while (full := self._sessions.full_for(peer_id)) is not None:
             idle = [session for session in self._idle() if full.is_of_all or session.peer_id == peer_id]
             if not idle:
                 raise WorkError(ErrorCode.BUSY, full.text, retry_ms=self._retry_ms(0))
             self._end(idle[0])
         if needed > self._budget.free_bytes and not self.make(needed):
-            text = f"no memory for {entry.room} positions: {needed} B, {self._budget.free_bytes} B are free"
+            unit, free = _unit(entry), self._budget.free_bytes
+            text = f"no memory for {entry.room} {unit}: {needed} B, {free} B are free"
             raise WorkError(ErrorCode.BUSY, text, retry_ms=self._retry_ms(needed))
 
     def take(self, session: Session) -> None:
@@ -73,7 +75,7 @@ class Room:
 
     def needed_bytes(self, held: HeldSlice, entry: HopEntry) -> int:
         """What is set aside for a session when it opens."""
-        positions = min(entry.room, entry.max_positions)
+        positions = entry.room if entry.calls else min(entry.room, entry.max_positions)
         return held.cache_bytes(entry, positions) if positions else 0
 
     def make(self, needed_bytes: int) -> bool:
@@ -91,8 +93,8 @@ class Room:
 
     def _idle(self) -> list[Session]:
         """Sessions that may be ended for others, the longest idle first."""
-        before = self._clock() - EVICT_IDLE_S
-        idle = [each for each in self._sessions if each.last_seen <= before and _is_at_rest(each)]
+        now = self._clock()
+        idle = [each for each in self._sessions if _is_idle(each, now) and _is_at_rest(each)]
         return sorted(idle, key=lambda session: session.last_seen)
 
     def _end(self, session: Session) -> None:
@@ -100,7 +102,7 @@ class Room:
         self._evict(session)
 
     def _most(self, held: HeldSlice, entry: HopEntry) -> int:
-        """Positions that a session of this work can have when it is alone."""
+        """Positions (KiB a block, for calls) that a session of this work can have when it is alone."""
         low, high = 0, entry.room
         while low < high:
             middle = (low + high + 1) // 2
@@ -123,6 +125,14 @@ class Room:
         return [(_ends_in_s(session, now), self._budget.reserved(session)) for session in self._sessions]
 
 
+def _unit(entry: HopEntry) -> str:
+    return "KiB a block" if entry.calls else "positions"
+
+
+def _is_idle(session: Session, now: float) -> bool:
+    return now - session.last_seen >= (EVICT_CALLS_IDLE_S if session.entry.calls else EVICT_IDLE_S)
+
+
 def _is_at_rest(session: Session) -> bool:
     return session.num_in_flight == 0 and not session.waiting and session.pending.steps == 0
 
@@ -131,6 +141,7 @@ def _ends_in_s(session: Session, now: float) -> float:
     done = session.position - session.first_position
     if done <= 0:
         return FRESH_S
-    limit = session.entry.room or session.entry.max_positions
+    entry = session.entry
+    limit = entry.max_positions if entry.calls else entry.room or entry.max_positions
     speed = max(done, 1) / max(now - session.opened_at, 0.001)  # positions per second
     return max(0, limit - session.position) / speed

@@ -7,13 +7,16 @@ typed error. Knows nothing of torch, threads or how messages travel.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from routing.errors import ErrorCode, ProtocolError, WorkError
+from routing.maps import malformed
+from routing.parts import Assembly
 from routing.types import (
     WIDTHS,
+    Buffer,
     HopEntry,
     NodeId,
     SessionId,
@@ -24,6 +27,7 @@ from routing.types import (
 )
 
 if TYPE_CHECKING:
+    from node.call_job import CallJob, CallState
     from node.held_slice import HeldSlice
     from node.history import History, Output
     from node.prefix_store import ForkedState
@@ -78,7 +82,7 @@ class Session:
     epoch: int
     entry: HopEntry = field(repr=False)
     held: HeldSlice = field(repr=False)  # which computes it
-    state: ForkedState = field(repr=False)
+    state: ForkedState | CallState = field(repr=False)
     history: History = field(repr=False)
     peer_id: NodeId  # who opened it, for the cap per peer
     bound: list[Link] = field(repr=False)  # links that steps may come from, the newest last
@@ -92,7 +96,7 @@ class Session:
     )
     onward_from: int | None = None  # the next hop takes steps from this number on; None: it did not say yet
     is_fresh: bool = True  # since the present route was opened: what the next hop lacks is all in `waiting`
-    waiting: list[StepJob] = field(
+    waiting: list[StepJob | CallJob] = field(
         default_factory=list, repr=False
     )  # computed before the next hop took steps
     attempt: Attempt = field(default_factory=Attempt, repr=False)
@@ -102,6 +106,8 @@ class Session:
     is_freed: bool = False
     num_in_flight: int = 0  # jobs submitted and not finished
     pending: Pending = field(default_factory=Pending, repr=False)
+    parts: Assembly | None = field(default=None, repr=False)  # of the call that arrives now
+    parts_of: int = 0  # its number
     orphan_since: float | None = None
     _watching: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -125,11 +131,29 @@ class Session:
         if step.step == self.next_step or is_later:
             self._check_step(step, hidden_size, max_rows)
             return Admission.RUN
+        if step.rows > 1 and self.entry.calls and self.history.holds(replace(step, rows=1)):
+            return Admission.DROP  # it is repeated with its last part
         if self.history.holds(step):
             return Admission.REPEAT
         if self.last_done < step.step < self.next_step:
             return Admission.DROP  # a repeat that came before the first copy was computed
         raise WorkError(ErrorCode.STEP, f"step {step.step} where {self.next_step} is next")
+
+    def add_part(self, step: Step) -> list[Buffer] | None:
+        """Take a part of the call that comes next; returns all of it with the last one. Raises ProtocolError."""
+        if self.parts is None:
+            self.parts, self.parts_of = Assembly(), step.step
+        if self.parts_of != step.step:
+            raise malformed("a call begins before the one before it has ended")
+        payloads = self.parts.add(step)
+        if payloads is not None:
+            self.parts = None
+        return payloads
+
+    @property
+    def arrived_bytes(self) -> int:
+        """What is held of calls that came, whole or in part."""
+        return self.pending.size_bytes + (self.parts.size_bytes if self.parts else 0)
 
     def accept(self, step: Step) -> None:
         """Count an admitted step as coming."""
@@ -188,7 +212,17 @@ class Session:
         wire_in = self.entry.wire_in
         return WIDTHS[wire_in] * (1 if wire_in is WireDtype.INT32 else hidden_size)
 
+    def _check_call(self, step: Step) -> None:
+        if step.position + 1 > self.entry.max_positions:
+            limit = self.entry.max_positions
+            raise ProtocolError(ErrorCode.TOO_BIG, f"call {step.position + 1} of at most {limit}")
+
     def _check_step(self, step: Step, hidden_size: int, max_rows: int) -> None:
+        if (StepFlag.CALL in step.flags) is not self.entry.calls:
+            raise ProtocolError(ErrorCode.MALFORMED, "calls and hidden states are confused")
+        if self.entry.calls:
+            self._check_call(step)
+            return
         if (StepFlag.TOKEN_IDS in step.flags) is not self.entry.run_opening:
             raise ProtocolError(ErrorCode.MALFORMED, "token ids and hidden states are confused")
         if not 1 <= step.rows <= max_rows:

@@ -29,14 +29,17 @@ from node.loading import (
     loaded_slice,
     measure_head_ms,
     measure_slice,
+    read_blocks,
     read_slice,
 )
 from node.scheduler import Scheduler
 from node.settings import NodeSettings
+from node.thread_watch import ThreadWatch
 from routing.types import WIDTHS, SliceSpec
+from slicing.any_model import OpenModel, num_layers_of, open_model
 from slicing.batch import MEASURED_STEPS, Runner, Work
-from slicing.checkpoint import Checkpoint
-from slicing.model_source import open_checkpoint
+from slicing.diffusion.block_range import BlockRange
+from slicing.diffusion.source import PipelineSource
 from slicing.stacks import build_weightless
 
 logger = logging.getLogger(__name__)
@@ -66,7 +69,7 @@ class SliceLoader:
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="load")
-        self._checkpoints: dict[str, Checkpoint] = {}
+        self._opened: dict[str, OpenModel] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # of each model: all its slices here compute in the same
         self._threads: int | None = None  # of the compute thread, once they are chosen
 
@@ -122,45 +125,55 @@ class SliceLoader:
 
         None where it may be built on the loading thread: nothing computes yet, or the type is float32.
         """
-        dtype = self._dtypes.get(model, torch.float32)
-        if self._threads is None or dtype == torch.float32:
+        dtype, opened = self._dtypes.get(model, torch.float32), self._opened.get(model)
+        if self._threads is None or dtype == torch.float32 or isinstance(opened, PipelineSource | None):
             return None
-        config = self._checkpoints[model].config
+        config = opened.config
         return await self._scheduler.call(lambda: build_weightless(config, dtype))
 
     def _read(
         self, report: LoadReport, model: str, layers: SliceSpec | None, weightless: PreTrainedModel | None
     ) -> ReadSlice:
-        dtype, checkpoint = self._dtypes.get(model), self._open(model, report)
-        read = read_slice(self._settings, checkpoint, layers, report, dtype=dtype, weightless=weightless)
+        dtype, opened = self._dtypes.get(model), self._open(model, report)
+        if isinstance(opened, PipelineSource):
+            read = read_blocks(self._settings, opened, layers, report, dtype=dtype)
+        else:
+            read = read_slice(self._settings, opened, layers, report, dtype=dtype, weightless=weightless)
         self._dtypes[model] = read.runner.dtype
         return read
 
     def _read_one(self, report: LoadReport, model: str) -> ReadSlice:
-        checkpoint = self._open(model, report)
-        middle = checkpoint.config.num_hidden_layers // 2  # the first ones may differ (dense before experts)
-        read = read_slice(self._settings, checkpoint, SliceSpec(middle, middle + 1), report, has_ends=False)
+        opened = self._open(model, report)
+        middle = num_layers_of(opened) // 2  # the first ones may differ (dense before experts)
+        layers = SliceSpec(middle, middle + 1)
+        if isinstance(opened, PipelineSource):
+            read = read_blocks(self._settings, opened, layers, report)
+        else:
+            read = read_slice(self._settings, opened, layers, report, has_ends=False)
         self._dtypes[model] = read.runner.dtype
         return read
 
-    def _open(self, model: str, report: LoadReport) -> Checkpoint:
-        if model not in self._checkpoints:
-            opened = open_checkpoint(model, cache_dir=self._settings.cache_dir, progress=report)
-            self._checkpoints[model] = opened
-        return self._checkpoints[model]
+    def _open(self, model: str, report: LoadReport) -> OpenModel:
+        if model not in self._opened:
+            self._opened[model] = open_model(model, cache_dir=self._settings.cache_dir, progress=report)
+        return self._opened[model]
 
     async def _measured(self, model: str, read: ReadSlice, report: LoadReport) -> LoadedSlice:
         if self._threads is None:
             loaded = await self._scheduler.call(lambda: measure_slice(self._settings, read, report))
             self._threads = loaded.threads
+            if not hasattr(read.runner, "set_threads"):  # a fast runner's threads are its own
+                self._scheduler.threads = ThreadWatch(loaded.threads)
             return loaded
         await self._scheduler.call(partial(use_threads, read.runner, self._threads))
         layer_ms = await self._layer_ms(read.runner, read.spec)
         head_ms = await self._scheduler.call(lambda: measure_head_ms(read.runner))
         return await self._stoppable(report, _finish, read, self._threads, layer_ms, head_ms)
 
-    async def _layer_ms(self, runner: Runner, spec: SliceSpec) -> float:
+    async def _layer_ms(self, runner: Runner | BlockRange, spec: SliceSpec) -> float:
         """As a runner's `measure_layer_ms`, but step by step, so that sessions wait for one step at most."""
+        if isinstance(runner, BlockRange):
+            return await self._scheduler.call(runner.measure_layer_ms)
         cache = runner.new_cache()
         row = torch.randn(1, runner.hidden_size, dtype=runner.dtype)
 

@@ -31,6 +31,8 @@ class NodeStats:
     prefix_misses: int = 0  # that might have, and nothing was held
     prefix_tokens: int = 0  # positions that needed no step
     steps_run: int = 0
+    calls_run: int = 0  # of the steps: calls of diffusion blocks
+    call_bytes: int = 0  # that arrived for them
     steps_repeated: int = 0  # sent again from the kept outputs, not computed again
     steps_undone: int = 0  # computed, and rolled back since the next hop needs what is not kept any more
     rows_run: int = 0

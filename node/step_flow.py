@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from node.budget import MemoryBudget
+from node.call_job import CallJob, CallState
 from node.history import DoneStep
 from node.outbox import Gone, Outbox
 from node.return_path import ReturnPath
@@ -23,13 +24,17 @@ from node.stats import NodeStats
 from node.step_job import StepJob, in_wire
 from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
 from routing.link import Link
-from routing.types import Answer, Step, StepFlag, WireDtype
+from routing.parts import parts_of
+from routing.types import Answer, AnswerKind, Buffer, Step, StepFlag, WireDtype
 
 # Steps accepted and not yet sent on. A replay comes in one burst: at most one step for each position of the session,
 # 8192 rows of 4096 float32 numbers are 128 MiB. All sessions together: transport.md 5.6, "global".
 SPARE_STEPS = 64  # beyond the positions: repeats and roll-backs on their way
 MAX_PENDING_BYTES = 256 << 20
 MAX_PENDING_IN_ALL = 1 << 30
+MAX_PENDING_CALLS = (
+    64  # of a session: patches of a step and the branches' next ones; their bytes are counted besides
+)
 BUSY_RETRY_MS = 1000  # about the length of a short answer, after which memory comes back
 SomeOutput = TypeVar("SomeOutput", Step, Answer)
 
@@ -64,24 +69,62 @@ class StepFlow:
     def take(self, session: Session, link: Link, step: Step) -> None:
         """Judge a step and start, repeat or drop it. Raises WorkError or ProtocolError, changing nothing."""
         arrived = time.perf_counter()
-        runner = session.held.runner
-        admission = session.admit(step, hidden_size=runner.hidden_size, max_rows=self._max_rows)
+        held = session.held
+        admission = session.admit(step, hidden_size=held.runner.hidden_size, max_rows=self._max_rows)
         if admission is Admission.DROP:
             return
         if session.is_next_lost:
             raise hop_lost(session, "the next hop is lost")
-        self._check_pending(session, step)
-        job = StepJob(session, step, runner, self._finish, arrived, self._crypto_us(session, link, step))
+        crypto_us = self._crypto_us(session, link, step)
+        job: StepJob | CallJob
+        if not session.entry.calls:
+            self._check_pending(session, step)
+            job = StepJob(session, step, held.layers, self._finish, arrived, crypto_us)
+            if admission is Admission.RUN:
+                self._reserve(session, step)
+        elif admission is Admission.REPEAT:
+            job = CallJob(session, step, (), held.blocks, self._finish, arrived, crypto_us)
+        elif (payloads := self._take_part(session, step)) is not None:
+            spare_bytes = self._budget.available_bytes
+            job = CallJob(session, step, payloads, held.blocks, self._finish, arrived, crypto_us, spare_bytes)
+        else:
+            return  # the rest of the call is on its way
         if admission is Admission.REPEAT:
             self._stats.steps_repeated += 1
             self._hold(job)
             job.output = session.history.output_of(step)
             self._send_output(job)
         else:
-            self._reserve(session, step)
             session.accept(step)
             self._hold(job)
             self._scheduler.submit(job)
+
+    def _take_part(self, session: Session, step: Step) -> list[Buffer] | None:
+        """Take in a part of a call; returns all of it with the last one.
+
+        Raises WorkError or ProtocolError, and the session is over then: what later calls build on did not come.
+        """
+        try:
+            if session.pending.steps >= MAX_PENDING_CALLS:
+                raise WorkError(
+                    ErrorCode.BUSY, f"{session.pending.steps} calls are pending", retry_ms=BUSY_RETRY_MS
+                )
+            self._reserve_call(session, len(step.payload))
+            return session.add_part(step)
+        except RemoteError:
+            self._on_broken(session)
+            raise
+
+    def _reserve_call(self, session: Session, more: int) -> None:
+        """Count what has arrived, what is remembered of it, and what is set aside for keys and values."""
+        entry, state = session.entry, session.state
+        assert isinstance(state, CallState)
+        size_bytes = (
+            session.held.cache_bytes(entry, entry.room) + state.size_bytes + session.arrived_bytes + more
+        )
+        if not self._budget.reserve(session, size_bytes):
+            text = f"no memory for a call: {size_bytes} B, {self._budget.free_bytes} B are free"
+            raise WorkError(ErrorCode.BUSY, text, retry_ms=BUSY_RETRY_MS)
 
     def next_hop_takes(self, session: Session, number: int) -> None:
         """The next hop takes steps from this number on: send what it lacks.
@@ -116,14 +159,14 @@ class StepFlow:
         self.drop(session)
         session.undo_from(number)
 
-    def drop(self, session: Session) -> list[StepJob]:
+    def drop(self, session: Session) -> list[StepJob | CallJob]:
         """Take a session's steps out of the queues; returns those that were not started."""
         waiting, session.waiting = session.waiting, []
         for job in waiting:
             self._release(job)
         return self._drop_queued(session)
 
-    def _drop_queued(self, session: Session) -> list[StepJob]:
+    def _drop_queued(self, session: Session) -> list[StepJob | CallJob]:
         session.attempt.is_over = True
         queued = self._scheduler.discard(session)
         session.num_in_flight -= len(queued)
@@ -134,7 +177,7 @@ class StepFlow:
     def free_state(self, session: Session) -> None:
         """Free a dead session's keys and values, now or when the job that uses them has ended."""
         if session.num_in_flight == 0:
-            session.state.cache.close()
+            session.state.close()
             self._budget.release(session)
 
     def _check_pending(self, session: Session, step: Step) -> None:
@@ -151,7 +194,7 @@ class StepFlow:
         if not self._budget.reserve(session, session.held.cache_bytes(session.entry, end)):
             raise WorkError(ErrorCode.BUSY, f"no memory for {end} positions", retry_ms=BUSY_RETRY_MS)
 
-    def _finish(self, job: StepJob) -> None:
+    def _finish(self, job: StepJob | CallJob) -> None:
         session = job.session
         session.num_in_flight -= 1
         self._count(job)
@@ -165,11 +208,13 @@ class StepFlow:
             session.note_done(job.step, job.output, job.entry.wire_out)
             self._send_output(job)
 
-    def _fail(self, job: StepJob, error: RemoteError) -> None:
+    def _fail(self, job: StepJob | CallJob, error: RemoteError) -> None:
         session = job.session
         self._release(job)
         self._returns.report(session, job.step.step, error)
-        if error.code is ErrorCode.COMPUTE:
+        if (
+            error.code is ErrorCode.COMPUTE or session.entry.calls
+        ):  # later calls build on what this one brought
             self._on_broken(session)
         elif job.attempt is session.attempt:
             for later in self._drop_queued(session):
@@ -178,7 +223,7 @@ class StepFlow:
                 )
             session.roll_back(job.step)
 
-    def _send_output(self, job: StepJob) -> None:
+    def _send_output(self, job: StepJob | CallJob) -> None:
         session, output = job.session, job.output
         if output is None:
             self._release(job)
@@ -194,9 +239,16 @@ class StepFlow:
 
     def _send_answer(self, session: Session, answer: Answer, gone: Gone | None = None) -> None:
         if answer.step > session.entry.answered:
-            self._returns.send(session, _of_epoch(answer, session), gone)
+            self._return(session, _of_epoch(answer, session), gone)
         elif gone is not None:
             gone()  # the gateway has it
+
+    def _return(self, session: Session, answer: Answer, gone: Gone | None) -> None:
+        if answer.kind is not AnswerKind.CALL:
+            self._returns.send(session, answer, gone)
+            return
+        for part in parts_of(answer):
+            self._returns.send(session, part, gone if part.rows == 1 else None)
 
     def _send_again(self, session: Session, done: DoneStep) -> None:
         self._stats.steps_repeated += 1
@@ -211,17 +263,27 @@ class StepFlow:
         assert session.next_link is not None
         if wire is not session.entry.wire_out:
             step = replace(step, payload=in_wire(step.payload, wire, session.entry.wire_out))
-        error = self._outbox.put(session.next_link, _of_epoch(step, session), gone)
-        if isinstance(error, ProtocolError):  # too big for the next hop; a lost link is told by itself
-            self._returns.report(session, step.step, error)
+        step = _of_epoch(step, session)
+        for part in parts_of(step) if session.entry.calls else (step,):
+            is_last = part is step or part.rows == 1
+            error = self._outbox.put(session.next_link, part, gone if is_last else None)
+            if isinstance(error, ProtocolError):  # too big for the next hop; a lost link is told by itself
+                self._returns.report(session, step.step, error)
 
-    def _hold(self, job: StepJob) -> None:
+    def _hold(self, job: StepJob | CallJob) -> None:
         job.session.pending.add(job.size_bytes)
-        self._pending_bytes += job.size_bytes
+        self._count_pending(job, job.size_bytes)
 
-    def _release(self, job: StepJob) -> None:
+    def _release(self, job: StepJob | CallJob) -> None:
         job.session.pending.remove(job.size_bytes)
-        self._pending_bytes -= job.size_bytes
+        self._count_pending(job, -job.size_bytes)
+
+    def _count_pending(self, job: StepJob | CallJob, more: int) -> None:
+        """Calls may be far larger than steps; the memory budget counts them, so steps keep the limit to themselves."""
+        if isinstance(job, CallJob):
+            self._outbox.call_bytes += more
+        else:
+            self._pending_bytes += more
 
     def _crypto_us(self, session: Session, link: Link, step: Step) -> int:
         """Opening this step, and sealing the last message that went the way its output will go."""
@@ -230,7 +292,7 @@ class StepFlow:
         onward = session.next_link or self._returns.gateway_link(session) or link
         return int(link.last_open_us + onward.last_seal_us)
 
-    def _count(self, job: StepJob) -> None:
+    def _count(self, job: StepJob | CallJob) -> None:
         """What was computed, whether somebody waits for it or not."""
         if job.error is not None or not job.compute_s:
             return
@@ -239,7 +301,10 @@ class StepFlow:
         stats.rows_run += job.step.rows
         stats.queue_s += job.queue_s
         stats.compute_s += job.compute_s
-        if job.was_alone:
+        if isinstance(job, CallJob):
+            stats.calls_run += 1
+            stats.call_bytes += job.size_bytes
+        elif job.was_alone:
             self._slices.note_compute(job.session.held, job.entry, job.step.rows, job.compute_s)
 
 

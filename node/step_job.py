@@ -52,6 +52,10 @@ class ComputeState:
     sampler: Sampler | None = None
     drawn_for: list[int] = field(default_factory=list)  # the position of each id that the sampler observed
 
+    def close(self) -> None:
+        """Free what is kept."""
+        self.cache.close()
+
     def rewind(self, position: int) -> None:
         """Forget rows at and after `position`, and the ids that those rows drew. Raises WorkError STEP past the end."""
         length = self.cache.length
@@ -106,7 +110,9 @@ class StepJob:
     _made: list[torch.Tensor] = field(default_factory=list, repr=False)  # by the pieces so far
 
     def __post_init__(self) -> None:
-        self.attempt, self.entry, self.state = self.session.attempt, self.session.entry, self.session.state
+        self.attempt, self.entry = self.session.attempt, self.session.entry
+        assert isinstance(self.session.state, ComputeState), "a session of calls has no steps"
+        self.state = self.session.state
         entry, runner = self.entry, self.runner
         work = id(runner), entry.start, entry.end, entry.run_opening, entry.run_closing
         self.lane = Lane(work, runner.max_works, runner.is_invariant)
@@ -114,8 +120,8 @@ class StepJob:
 
     @property
     def tenant(self) -> bytes:
-        """Whose turn it is; gateways that name no tenants count as one each."""
-        return self.entry.tenant or self.entry.gateway_id
+        """Whose turn it is."""
+        return tenant_of(self.entry)
 
     @property
     def stages(self) -> int:
@@ -136,9 +142,7 @@ class StepJob:
     @property
     def left_ms(self) -> int:
         """What is left of the step's deadline, at least 1; 0 where it has none."""
-        if not self.step.deadline_ms:
-            return 0
-        return max(1, self.step.deadline_ms - int((time.perf_counter() - self.arrived) * 1000))
+        return left_ms(self.step, self.arrived)
 
     def begin(self, rows: int) -> Work | None:
         """Get the next rows ready to be computed; None where the job fails, or its attempt is over."""
@@ -200,20 +204,9 @@ class StepJob:
             raise WorkError(ErrorCode.DEADLINE, "the deadline ran out in the queue")
 
     def _told(self, error: Exception) -> RemoteError:
-        """What others are told of an error: nothing that was computed."""
-        match error:
-            case RemoteError():
-                return error
-            case Cancelled() | Dropped():
-                return WorkError(ErrorCode.CANCELLED, "cancelled between layers")
-            case CannotRollBack():
-                return WorkError(
-                    ErrorCode.STEP, "this model's state goes only forward, or back to position 0"
-                )
-        # The model's own code: whatever it raises is this session's trouble alone.
-        name, place = type(error).__name__, _place_of(error)
-        logger.warning("session %s: %s in the model, %s", self.session.name, name, place)
-        return WorkError(ErrorCode.COMPUTE, name)
+        if isinstance(error, CannotRollBack):
+            return WorkError(ErrorCode.STEP, "this model's state goes only forward, or back to position 0")
+        return told(error, self.session.name)
 
     def _roll_back(self) -> None:
         if not self._first_row:
@@ -298,6 +291,31 @@ class StepJob:
             return ()
         trace = HopTrace(int(self.batches_s * 1e6), int(self.queue_s * 1e6), self.crypto_us)
         return (*self.step.traces, trace)
+
+
+def told(error: Exception, session_name: str) -> RemoteError:
+    """What others are told of an error: nothing that was computed."""
+    match error:
+        case RemoteError():
+            return error
+        case Cancelled() | Dropped():
+            return WorkError(ErrorCode.CANCELLED, "cancelled between layers")
+    # The model's own code: whatever it raises is this session's trouble alone.
+    name, place = type(error).__name__, _place_of(error)
+    logger.warning("session %s: %s in the model, %s", session_name, name, place)
+    return WorkError(ErrorCode.COMPUTE, name)
+
+
+def tenant_of(entry: HopEntry) -> bytes:
+    """Whose turn it is; gateways that name no tenants count as one each."""
+    return entry.tenant or entry.gateway_id
+
+
+def left_ms(step: Step, arrived: float) -> int:
+    """What is left of a step's deadline, at least 1; 0 where it has none."""
+    if not step.deadline_ms:
+        return 0
+    return max(1, step.deadline_ms - int((time.perf_counter() - arrived) * 1000))
 
 
 def _place_of(error: Exception) -> str:

@@ -70,6 +70,10 @@ def check_answer(answer: Answer, sent: SentStep) -> None:
     first = sent.recorded.position + (wanted[0] if wanted else 0)
     if (answer.rows, answer.position) != (len(wanted), first):
         raise _malformed(sent, "answers other rows than it was asked for")
+    if sent.recorded.is_call:  # who made the call looks at what is in the answer
+        if answer.kind is not AnswerKind.CALL:
+            raise _malformed(sent, "returns something else than a call's streams")
+        return
     if sent.draws and wanted:
         row_bytes = size // len(wanted)
         is_list = answer.kind is AnswerKind.CANDIDATES and row_bytes and row_bytes % CANDIDATE_BYTES == 0

@@ -49,7 +49,7 @@ _NEVER_AGAIN = {
 class Trouble:
     """Why a route cannot go on. `is_seen`: we noticed it ourselves; otherwise a node says so.
 
-    `node_id` is the node to blame; `before` the one before it in the chain, when their link may be the cause.
+    `node_id` is the node to blame; `before` the one before it in the chain, when that, or their link, may be the cause.
     """
 
     error: RemoteError
@@ -94,12 +94,13 @@ class Blame:
         assert node_id is not None
         self._retry_at[node_id] = now + self._pause_s(trouble.error)
         is_full = code is ErrorCode.BUSY and trouble.error.retry_ms > MAX_RETRY_S * 1000
-        if code in _NEVER_AGAIN or (is_full and not is_begun):
+        before = trouble.before
+        if (code in _NEVER_AGAIN and before is None) or (is_full and not is_begun):
             self.barred[node_id] = trouble.error
-        elif self.attempts > 1 or not (trouble.is_node_up or code in SAME_NODE_MAY_RETRY):
+        elif before or self.attempts > 1 or not (trouble.is_node_up or code in SAME_NODE_MAY_RETRY):
             self._avoided_at[node_id] = now
-            if trouble.before is not None:
-                self._edges.add((trouble.before, node_id))
+            if before is not None:
+                self._edges.add((before, node_id))
 
     def note_progress(self) -> None:
         """A new answer came: what fails next is another incident."""

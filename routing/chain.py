@@ -1,8 +1,9 @@
 """One session over its routes: steps go in, answers come back, and when a route fails another takes over.
 
 Records the steps, and after a loss plans again and repeats what the nodes of the next route lack: where all the
-others hold their part, nothing but the lost one's work is done again. Knows nothing of tokens or tensors: payloads
-are bytes that the engine made.
+others hold their part, nothing but the lost one's work is done again. Of a session of calls only unanswered ones are
+recorded, and made again for a route that begins with nothing. Knows nothing of tokens or tensors: payloads are bytes
+that the engine made.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from routing import live_route, sealing
 from routing.answers import ChainTimes
 from routing.blame import Blame, Trouble
-from routing.errors import ErrorCode, NoRouteError, RemoteError, WorkError
+from routing.calls import Calls, make_due, wrong_with
+from routing.errors import ErrorCode, NoRouteError, ProtocolError, RemoteError, WorkError
 from routing.link import Link
 from routing.live_route import LiveRoute
 from routing.opening import ChainOptions, RouteKeys, wires_of
 from routing.prefix import Beginning, context_of
-from routing.recorded import RecordedStep, Recording
+from routing.recorded import CheckAnswer, MakeCall, RecordedStep, Recording
 from routing.switch import Switch
 from routing.types import (
     Answer,
@@ -87,6 +89,7 @@ class Chain:
         self.pauses: list[float] = []  # seconds from noticing trouble to a route that holds
         self.times = ChainTimes()
         self._recording = Recording()
+        self._calls = Calls()
         self._live: LiveRoute | None = None
         self._blame = Blame()
         self._holders: set[NodeId] = set()  # nodes that may hold the session and were not told to free it
@@ -146,20 +149,63 @@ class Chain:
                     live.note(live.seen(error, 0))
         return recorded
 
+    async def send_call(
+        self, make: MakeCall, check: CheckAnswer | None = None, *, deadline_s: float | None = None
+    ) -> RecordedStep:
+        """Send one call of blocks, in a session of calls; several may be under way.
+
+        `make(is_fresh)` returns its bytes, in a thread; true: the route has nothing of this session. It is asked again
+        for each further route, until the call is answered, and may raise CannotRemake, which `answer` raises then.
+        `check` says what is wrong with the answer, if anything; its node is replaced then.
+        """
+        assert self._options.calls
+        until = None if deadline_s is None else time.monotonic() + deadline_s
+        recorded = self._calls.new(make, check, until)
+        self._recording.add(recorded)
+        live = self._live
+        if live is not None and live.is_live:  # else the next route will send it
+            async with _within(deadline_s):
+                try:
+                    if await self._make(recorded, live):
+                        await live.send(recorded)
+                except RemoteError as error:
+                    live.note(live.seen(error, 0))
+        return recorded
+
     async def answer(self, recorded: RecordedStep, *, deadline_s: float | None = None) -> Answer:
         """Wait for the answer of a sent step, over as many routes as it takes. It is handed out once.
 
         Raises NoRouteError when no replica is left, WorkError DEADLINE when the time is over, or the RemoteError
-        that no replay can mend.
+        that no replay can mend; of a call of blocks also CannotRemake.
         """
-        answer = recorded.answer
-        assert answer is not None
         async with _within(deadline_s):
-            assert self._live is not None
-            while (trouble := await self._live.wait(answer)) is not None:
-                await self._recover(trouble)
+            answer = await self._arrived(recorded)
+            while recorded.is_call and (text := await wrong_with(answer, recorded)):
+                await self._ask_again(recorded, text)
+                answer = await self._arrived(recorded)
         recorded.answer = None  # not kept: a long session's answers are as large as its steps
-        return answer.result()
+        if recorded.is_call:
+            self._recording.forget(recorded)
+            self._note_progress()
+        return answer
+
+    async def _arrived(self, recorded: RecordedStep) -> Answer:
+        assert recorded.answer is not None
+        assert self._live is not None
+        while (trouble := await self._live.wait(recorded.answer)) is not None:
+            await self._recover(trouble)
+        return recorded.answer.result()
+
+    async def _ask_again(self, recorded: RecordedStep, text: str) -> None:
+        """The answer of a call is wrong: have it made by others, or over the route that took over meanwhile."""
+        live = self._live
+        assert live is not None
+        make_due(recorded)
+        if recorded.answered_epoch == live.epoch:
+            error = ProtocolError(ErrorCode.MALFORMED, f"an answer is none: {text}")
+            await self._recover(live.wrong(error))
+        elif await self._make(recorded, live):
+            await live.send(recorded, is_repeat=True)
 
     async def step(
         self, payload: Buffer, *, position: int, rows: int, deadline_s: float | None = None
@@ -201,11 +247,15 @@ class Chain:
         now = time.perf_counter()
         self.times.add(opened, sent, now)
         if not sent.is_repeat:
-            self._switch.note_answer(live.route, recorded.rows, opened, now - sent.sent_at)
+            self._switch.note_answer(live.route, recorded.work_rows, opened, now - sent.sent_at)
+        recorded.wire_back, recorded.answered_epoch = sent.wire_back, answer.epoch
+        recorded.answer.set_result(opened)
+        if not recorded.is_call:  # that is progress once somebody has looked at it
+            self._note_progress()
+
+    def _note_progress(self) -> None:
         self._blame.note_progress()
         self._is_proved, self._starts_over = True, False
-        recorded.wire_back = sent.wire_back
-        recorded.answer.set_result(opened)
 
     def take_failure(self, peer_id: NodeId, failure: Failure) -> None:
         """A hop says that a step or the session failed there."""
@@ -278,9 +328,9 @@ class Chain:
             self._switch.gateway_id,
             self._route_key,
             self._new_secret(32),
-            resumes=self.epoch > 1 and not self._starts_over and not confirms,
+            resumes=self.epoch > 1 and not (self._starts_over or confirms or self._options.calls),
             answered=self._recording.answered,
-            room=max(self._options.room, self._recording.end) if self._options.room else 0,
+            room=self._room,
             confirms=confirms,
             prefixes=prefixes,
         )
@@ -294,6 +344,11 @@ class Chain:
         self._cancel(self._holders - nodes, self.epoch - 1, sealing.LEAVE)
         self._holders = nodes
         return live
+
+    @property
+    def _room(self) -> int:
+        room = self._options.room
+        return room if self._options.calls or not room else max(room, self._recording.end)
 
     def _asked_at_first(self, route: Route, wires: Sequence[WireDtype]) -> tuple[bool, tuple[Prefix, ...]]:
         """Whether a route on which nothing was sent yet is to confirm that it is open, and what it may hold."""
@@ -373,6 +428,8 @@ class Chain:
                 continue
             if recorded.is_held:
                 await self._fill(recorded, live.wires[0])
+            if recorded.is_call and (recorded.is_answered or not await self._make(recorded, live)):
+                continue
             num_steps, num_bytes = num_steps + 1, num_bytes + len(recorded.payload)
             await live.send(recorded, is_repeat=True)
             self.rows_repeated += recorded.rows
@@ -383,6 +440,13 @@ class Chain:
                     return trouble
                 waits_for, num_steps, num_bytes = recorded.number, 0, 0
         return None
+
+    async def _make(self, recorded: RecordedStep, live: LiveRoute) -> bool:
+        """Make a call for this route; false where that cannot be."""
+        is_made = await self._calls.make(recorded, live)
+        if not is_made:
+            self._recording.forget(recorded)
+        return is_made
 
     async def _fill(self, recorded: RecordedStep, wire: WireDtype) -> None:
         """Make the payload of a step that was left out, since some node does not hold its positions now."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from routing import sealing
@@ -19,11 +20,13 @@ from routing.endpoint import STALE_AFTER_S
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
 from routing.link import Link
 from routing.opening import ChainOptions, RouteKeys, opening_of
+from routing.parts import Assembly, parts_of
 from routing.recorded import RecordedStep
 from routing.route_watch import Due, RouteWatch
 from routing.switch import Switch
 from routing.types import (
     Answer,
+    AnswerKind,
     Attach,
     Failure,
     NodeId,
@@ -75,6 +78,7 @@ class LiveRoute:
         self._switch = switch
         self._options = options
         self._sent: dict[int, SentStep] = {}  # by step number: answers due
+        self._parts: dict[int, Assembly] = {}  # by step number: of calls' answers that have begun to arrive
         self._last_sent = self._last_answered = 0
         self._links: list[Link | None] = [None] * len(route.hops)
         self._heartbeats = contextlib.ExitStack()
@@ -148,10 +152,17 @@ class LiveRoute:
 
     # Sending --------------------------------------------------------------------------------------------------
 
+    def forget(self, recorded: RecordedStep) -> None:
+        """No answer of this step is due any more."""
+        self._sent.pop(recorded.number, None)
+
     async def send(self, recorded: RecordedStep, *, is_repeat: bool = False) -> None:
         """Send a step to the first hop. Raises RemoteError."""
-        recorded.widen_to(self.wires[0])
         flags = StepFlag.TOKEN_IDS if self._options.takes_token_ids else StepFlag.NONE
+        if recorded.is_call:
+            flags |= StepFlag.CALL
+        else:
+            recorded.widen_to(self.wires[0])
         flags |= StepFlag.REPLAY if is_repeat or recorded.leaves_out else StepFlag.NONE
         want, want_rows = recorded.want, recorded.want_rows
         if recorded.is_answered and not self._options.runs_closing:
@@ -164,20 +175,20 @@ class LiveRoute:
             if len(self._sent) <= 1:
                 self._watch.note_progress()
         self._last_sent = recorded.number
-        await self._post(
-            Step(
-                self.keys.session_id,
-                self.epoch,
-                recorded.number,
-                recorded.position,
-                recorded.rows,
-                recorded.payload,
-                want,
-                want_rows,
-                flags,
-                recorded.left_ms(time.monotonic()),
-            )
+        step = Step(
+            self.keys.session_id,
+            self.epoch,
+            recorded.number,
+            recorded.position,
+            recorded.rows,
+            recorded.payload,
+            want,
+            want_rows,
+            flags,
+            recorded.left_ms(time.monotonic()),
         )
+        for part in parts_of(step) if recorded.is_call else (step,):
+            await self._post(part)
 
     def _sending(self, recorded: RecordedStep, *, is_repeat: bool) -> SentStep:
         return SentStep(
@@ -229,19 +240,34 @@ class LiveRoute:
         """An answer that was due, opened and checked; one already given, or not from the last hop, is dropped."""
         hop = self.hop_of(peer_id)
         may_answer = hop == len(self.route.hops) - 1 or StepFlag.SEALED in answer.flags
-        if hop is None or not may_answer or (sent := self._sent.pop(answer.step, None)) is None:
+        if hop is None or not may_answer or (sent := self._sent.get(answer.step)) is None:
             return None
         try:
             if StepFlag.SEALED in answer.flags:
                 answer = sealing.open_answer(self.keys.answer_key, answer)
+            if sent.recorded.is_call and answer.kind is AnswerKind.CALL:
+                if (whole := self._whole(answer)) is None:
+                    self._watch.note_progress()
+                    return None
+                answer = whole
+            del self._sent[answer.step]
             check_answer(answer, sent)
         except RemoteError as error:
-            self.note(self.seen(error, hop))
+            self._sent.pop(answer.step, None)
+            self.note(self.wrong(error) if sent.recorded.is_call else self.seen(error, hop))
             return None
         self.is_proved = True
         self._last_answered = max(self._last_answered, answer.step)
         self._note_progress()
         return sent, answer
+
+    def _whole(self, part: Answer) -> Answer | None:
+        """The answer of a call, once this was its last part. Raises ProtocolError."""
+        payloads = self._parts.setdefault(part.step, Assembly()).add(part)
+        if payloads is None:
+            return None
+        del self._parts[part.step]
+        return part if len(payloads) == 1 else replace(part, payload=b"".join(payloads))
 
     def take_failure(self, peer_id: NodeId, failure: Failure) -> None:
         """A hop says that a step or the session failed there. It may blame itself and those after it."""
@@ -251,7 +277,10 @@ class LiveRoute:
         hop = failure.hop if sender <= failure.hop < len(self.route.hops) else sender
         text = _printable(failure.text)
         error = remote_error(failure.code, text, hop=hop, retry_ms=failure.retry_ms, room=failure.room)
-        before = self._node_at(hop - 1) if error.code is ErrorCode.HOP_LOST and hop else None
+        may_be_before = (
+            {ErrorCode.HOP_LOST, ErrorCode.COMPUTE} if self._options.calls else {ErrorCode.HOP_LOST}
+        )
+        before = self._node_at(hop - 1) if error.code in may_be_before and hop else None
         self.note(
             Trouble(
                 error,
@@ -371,6 +400,15 @@ class LiveRoute:
         is_link_lost = error.code in (ErrorCode.LINK_LOST, ErrorCode.KEEPALIVE)
         is_up = is_link_lost and node_id is not None and self._switch.live_link(node_id) is not None
         return Trouble(error, is_seen=True, node_id=node_id, is_node_up=is_up)
+
+    def wrong(self, error: RemoteError) -> Trouble:
+        """A call's answer is wrong: the last hop did it, or passed on what the one before it did."""
+        last = len(self.route.hops) - 1 if error.hop is None else error.hop
+        error.hop = last
+        before = self._node_at(last - 1)
+        return Trouble(
+            error, is_seen=True, node_id=self._node_at(last), before=before, is_node_up=before is not None
+        )
 
     def _due(self) -> Due:
         """What somebody waits for now."""

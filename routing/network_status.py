@@ -18,6 +18,7 @@ from routing.types import NodeAddress, NodeId, SliceOffer
 if TYPE_CHECKING:
     from routing.network import Network
 
+BLOCKS_FORM = "stock/"  # how the form of a diffusion model's blocks begins
 LinkPath = Literal["direct", "relayed", "none"]
 
 
@@ -70,6 +71,9 @@ class ModelStatus:
     holders: tuple[int, ...]
     has_opening: bool
     has_closing: bool
+    is_diffusion: bool = (
+        False  # its layers are blocks of a diffusion model, and none of them stays at a gateway
+    )
 
     @property
     def missing(self) -> tuple[tuple[int, int], ...]:
@@ -220,6 +224,7 @@ def models_of(announcements: Iterable[Announcement]) -> tuple[ModelStatus, ...]:
                 tuple(holders),
                 has_opening=any(offer.has_opening for offer in held),
                 has_closing=any(offer.has_closing for offer in held),
+                is_diffusion=all(offer.form.startswith(BLOCKS_FORM) for offer in held),
             )
         )
     return tuple(sorted(found, key=lambda it: (it.name, it.digest)))
@@ -276,4 +281,5 @@ def _model(model: ModelStatus) -> dict[str, Any]:
         "missing": [list(part) for part in model.missing],
         "has_opening": model.has_opening,
         "has_closing": model.has_closing,
+        "is_diffusion": model.is_diffusion,
     }

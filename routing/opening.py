@@ -13,6 +13,7 @@ from routing.errors import RemoteError
 from routing.types import HopEntry, NodeId, Open, Prefix, Route, SessionId, WireDtype
 
 IDLE_TIMEOUT_S = 120
+CALL_IDLE_TIMEOUT_S = 1800  # a pass over a video's blocks takes minutes at each of the other hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,11 @@ class ChainOptions:
     sampling: dict[str, Any] | None = field(default=None, repr=False)
     trace: bool = True
     tenant: bytes = b""
-    room: int = 0  # positions that memory is set aside for on every hop before anything is computed
+    room: int = (
+        0  # to set memory aside for on every hop before anything is computed: positions, or KiB a block
+    )
     confirms: bool = False  # wait until every hop has opened, where all of them can say so
+    calls: bool = False  # its steps are calls of blocks, at most `max_positions` of them; nothing is resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def _sealed_entry(
         wire_in=wires[index],
         wire_out=wires[index + 1],
         max_positions=options.max_positions,
-        idle_timeout_s=IDLE_TIMEOUT_S,
+        idle_timeout_s=CALL_IDLE_TIMEOUT_S if options.calls else IDLE_TIMEOUT_S,
         next_hop=after.address if after else None,
         next_alternatives=after.alternatives[: sealing.MAX_NEXT - 1] if after else (),
         resumes=keys.resumes,
@@ -102,9 +106,10 @@ def _sealed_entry(
         run_closing=runs_closing,
         sampling=options.sampling if runs_closing else None,
         tenant=options.tenant,
-        room=min(keys.room, options.max_positions),
+        room=keys.room if options.calls else min(keys.room, options.max_positions),
         confirms=keys.confirms,
         prefixes=keys.prefixes,
+        calls=options.calls,
     )
     aad = sealing.entry_aad(keys.session_id, keys.epoch, index)
     try:

@@ -6,12 +6,22 @@ Knows positions, row counts and bytes; nothing of routes or links, and of tensor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from routing.types import Answer, Buffer, Want, WireDtype
+
+
+class CannotRemake(Exception):
+    """A call of blocks builds on what nodes held, and the next route has none of it. Raised by whoever makes calls."""
+
+
+# Makes the payload of a call; told whether the route has nothing of the session, so that all must be in it.
+MakeCall = Callable[[bool], Buffer]
+# What is wrong with a call's answer, without its content; None: nothing. Runs in a thread where the answer is large.
+CheckAnswer = Callable[[Answer], str | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +40,20 @@ class RecordedStep:
     wire_back: WireDtype = WireDtype.FLOAT32
     is_held: bool = False  # never sent: every node held its positions; there is no payload yet
     leaves_out: bool = False  # numbers before it were not sent
+    make: MakeCall | None = None  # of a call of blocks: it is made for each route anew
+    check: CheckAnswer | None = None
+    call_rows: int = 0  # of a call of blocks: what it is taken to cost, in rows (`parts.call_rows`)
+    answered_epoch: int = 0  # of a call of blocks: the route that its answer came over
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of blocks."""
+        return self.make is not None
+
+    @property
+    def work_rows(self) -> int:
+        """Rows that are computed for it, about."""
+        return self.call_rows or self.rows
 
     @property
     def end(self) -> int:
@@ -72,6 +96,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._steps: list[RecordedStep] = []
+        self._has_forgotten = False
         self.last_number = 0
 
     def __len__(self) -> int:
@@ -99,7 +124,7 @@ class Recording:
     @property
     def has_sent(self) -> bool:
         """Whether any step was sent."""
-        return bool(self._steps) and not self._steps[-1].is_held
+        return self._has_forgotten or (bool(self._steps) and not self._steps[-1].is_held)
 
     def leave_out(self, num_positions: int, rows: int, wire: WireDtype) -> None:
         """Begin with steps of so many rows that need not be sent, since every node holds their positions."""
@@ -107,6 +132,11 @@ class Recording:
         for start in range(0, num_positions, rows):
             step = RecordedStep(start, min(rows, num_positions - start), b"", wire, Want.NONE, is_held=True)
             self.add(step)
+
+    def forget(self, step: RecordedStep) -> None:
+        """No route needs this step any more: a call of blocks that was answered, or that cannot be made again."""
+        self._steps = [other for other in self._steps if other is not step]
+        self._has_forgotten = True
 
     def add(self, step: RecordedStep) -> None:
         """Number and keep a step; rows recorded at or after its position are forgotten: it overwrites them."""

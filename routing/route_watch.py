@@ -129,7 +129,7 @@ class RouteWatch:
         waited_s = now - self._progress_at
         if not due.is_anything or waited_s <= slack_s:
             return False
-        steps = [(step.rows, len(step.payload)) for step in due.steps]
+        steps = [(step.work_rows, len(step.payload)) for step in due.steps]
         return waited_s > slack_s + patience_s(self._route.hops, steps, self._measured())
 
     def _judge(self, due: Due) -> None:

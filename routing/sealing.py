@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from routing.errors import ErrorCode, SecurityError
 from routing.maps import U32, MapReader, address_item, malformed, pack_map, unpack_map
 from routing.steps import answer_header
-from routing.types import Answer, HopEntry, NodeId, Prefix, SessionId, StepFlag
+from routing.types import Answer, AnswerKind, HopEntry, NodeId, Prefix, SessionId, StepFlag
 
 KEY_SIZE = 32
 PROOF_SIZE = 32
@@ -36,7 +36,7 @@ MAX_NEXT = 4  # ways to the next hop: direct, and through the sentinels that it 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ENTRY_DOMAIN = b"diffuse/hop-entry/1"
 _PROOF_DOMAIN = b"diffuse/proof/1"
-_ANSWER_NONCE = struct.Struct(">IQ")  # epoch, step
+_ANSWER_NONCE = struct.Struct(">III")  # epoch, part, step
 _PLACE = struct.Struct(">16sHH")  # sid, epoch, hop
 
 
@@ -82,11 +82,10 @@ def open_entry(sealed: bytes, seal_key: SealKey, aad: bytes = b"") -> HopEntry:
 def seal_answer(answer_key: bytes, answer: Answer) -> Answer:
     """Seal an answer's payload for the gateway, bound to its header. Traces stay readable.
 
-    The nonce is (epoch, step): one answer per step and route key, which a repeated step sends again as it is.
+    The nonce is (epoch, part, step): one answer per step and route key, which a repeated step sends again as it is.
     """
     marked = replace(answer, flags=answer.flags | StepFlag.SEALED)
-    nonce = _ANSWER_NONCE.pack(answer.epoch, answer.step)
-    payload = ChaCha20Poly1305(answer_key).encrypt(nonce, answer.payload, answer_header(marked))
+    payload = ChaCha20Poly1305(answer_key).encrypt(_nonce(answer), answer.payload, answer_header(marked))
     return replace(marked, payload=payload)
 
 
@@ -94,13 +93,20 @@ def open_answer(answer_key: bytes, answer: Answer) -> Answer:
     """Open a sealed answer (any other is refused); raise `SecurityError` DECRYPT. The payload is writable."""
     if not answer.flags & StepFlag.SEALED or len(answer.payload) < 16:
         raise SecurityError(ErrorCode.DECRYPT, "an answer that came down the chain is not sealed")
-    nonce = _ANSWER_NONCE.pack(answer.epoch, answer.step)
     payload = bytearray(len(answer.payload) - 16)
     try:
-        ChaCha20Poly1305(answer_key).decrypt_into(nonce, answer.payload, answer_header(answer), payload)
+        ChaCha20Poly1305(answer_key).decrypt_into(
+            _nonce(answer), answer.payload, answer_header(answer), payload
+        )
     except InvalidTag as error:
         raise SecurityError(ErrorCode.DECRYPT, "a sealed answer does not authenticate") from error
     return replace(answer, payload=memoryview(payload), flags=answer.flags & ~StepFlag.SEALED)
+
+
+def _nonce(answer: Answer) -> bytes:
+    """Parts of one answer have nonces of their own; an answer in one piece is the last part of itself."""
+    part = answer.rows - 1 if answer.kind is AnswerKind.CALL else 0
+    return _ANSWER_NONCE.pack(answer.epoch, part, answer.step)
 
 
 def proof(route_key: bytes, purpose: bytes, session_id: SessionId, epoch: int) -> bytes:
@@ -147,6 +153,8 @@ def encode_entry(entry: HopEntry) -> bytes:
         fields["cf"] = True
     if entry.prefixes:
         fields["pf"] = [[prefix.length, prefix.hash] for prefix in entry.prefixes]
+    if entry.calls:
+        fields["ca"] = True
     return pack_map(fields, MAX_ENTRY_SIZE)
 
 
@@ -182,6 +190,7 @@ def decode_entry(content: bytes) -> HopEntry:
         room=fields.integer("rm", 0, U32, default=0),
         confirms=fields.flag("cf"),
         prefixes=_read_prefixes(fields),
+        calls=fields.flag("ca"),
     )
 
 

@@ -2,7 +2,8 @@
 
 Layout: sid 16 | epoch u16 | flags u8 | want or answer kind u8 | step u32 | position u32 | rows u16 |
 deadline u16 (units of 100 ms), big endian; payload; with Want.LIST or TRACE: rows u16 each, traces 44 B each,
-counts 4 B. Payloads are never copied here.
+counts 4 B. A call of blocks comes in parts, and `rows` counts those still to come, see `parts`. Payloads are never
+copied here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _COUNTS = struct.Struct(">HH")
 _DEADLINE_UNIT_MS = 100
 _WANTS = {int(want): want for want in Want}
 _KINDS = {int(kind): kind for kind in AnswerKind}
-_KNOWN_FLAGS = int(StepFlag.TRACE | StepFlag.TOKEN_IDS | StepFlag.SEALED | StepFlag.REPLAY)
+_KNOWN_FLAGS = int(StepFlag.TRACE | StepFlag.TOKEN_IDS | StepFlag.SEALED | StepFlag.REPLAY | StepFlag.CALL)
+_CALL = int(StepFlag.CALL)
 _FLAGS = tuple(
     StepFlag(bits) for bits in range(_KNOWN_FLAGS + 1)
 )  # a table, since calling an IntFlag is slow
@@ -78,7 +80,10 @@ def decode_step(content: memoryview) -> Step:
         trailer = _split_trailer(trailer[0])
     payload, want_rows, traces = trailer
     _check_want_rows(want, want_rows, rows)
-    if not payload or len(payload) % rows:
+    is_call = bool(bits & _CALL)
+    if is_call and (want is not Want.LAST or StepFlag.TOKEN_IDS in flags):
+        raise malformed("a call of blocks has one answer, and no token ids")
+    if not payload or (not is_call and len(payload) % rows):
         raise malformed("a step's payload is not a whole number of rows")
     if flags & StepFlag.TOKEN_IDS and len(payload) != rows * TOKEN_WIDTH:
         raise malformed("a step's payload is not one token id per row")
@@ -118,6 +123,8 @@ def _fits(answer: Answer) -> bool:
     size = len(answer.payload) - (TAG_SIZE if answer.flags & StepFlag.SEALED else 0)
     if answer.rows == 0:  # an acknowledgement
         return size == 0 and answer.kind is AnswerKind.HIDDEN_STATES
+    if answer.kind is AnswerKind.CALL:
+        return size > 0
     per_row, rest = divmod(size, answer.rows)
     if rest or per_row <= 0:
         return False

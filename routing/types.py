@@ -49,6 +49,7 @@ class StepFlag(IntFlag):
     TOKEN_IDS = 2  # the payload is int32 token ids, not hidden states (thin mode)
     SEALED = 4  # the answer payload is sealed for the gateway (it comes back down the chain)
     REPLAY = 8  # a step of before a re-route once more: numbers that a roll-back undid are left out
+    CALL = 16  # the payload is (a part of) a call of blocks; `rows` counts the parts still to come, this one included
 
 
 class AnswerKind(IntEnum):
@@ -57,6 +58,9 @@ class AnswerKind(IntEnum):
     HIDDEN_STATES = 1
     CANDIDATES = 2  # rows x num_candidates x (u32 id, f32 logit), best first
     TOKEN_IDS = 3  # rows x u32: drawn where the whole distribution is
+    CALL = (
+        4  # (a part of) what a call of blocks made; `rows` counts the parts still to come, this one included
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +151,12 @@ class HopEntry:
         default=None, repr=False
     )  # closing hop only, see slicing.sampler
     tenant: bytes = b""  # 8 B keyed tag, for fairness
-    room: int = 0  # positions to set memory aside for at the Open; 0: as steps come
+    room: int = (
+        0  # to set memory aside for at the Open: positions, or KiB a block for calls; 0: as steps come
+    )
     confirms: bool = False  # say `Opened` to the hop before, once this hop and those after it have opened
     prefixes: tuple[Prefix, ...] = ()  # what this hop may hold of the session already, the longest first
+    calls: bool = False  # its steps are calls of blocks, a position is the number of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,7 @@ class Failure:
     hop: int
     retry_ms: int = 0
     text: str = ""
-    room: int = 0  # NO_ROOM: positions that a session can have there at most
+    room: int = 0  # NO_ROOM: what a session can have there at most, in the unit of `HopEntry.room`
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ async def test_a_session_that_is_computing_ends_without_being_kept(rig: Rig) -> 
     await script.run(1, 0, some_rows(40))
     node.runner.hold()
     await script.send(2, 40, some_rows(1))
-    node.runner.entered.wait(5)
+    await until(node.runner.entered.is_set)
     await script.first.send(keep(script, NAMES[:2]))
     await until(lambda: node.stats.num_sessions == 0)
     node.runner.release()

@@ -107,7 +107,7 @@ async def test_a_session_with_a_step_under_way_is_never_evicted(rig: Rig) -> Non
     await opened(script)
     node.runner.hold()
     await script.send(1, 0, some_rows(2))
-    node.runner.entered.wait(5)
+    await until(node.runner.entered.is_set)
     node.now[0] += 100
     refused = asking(rig, node, 100)
     await refused.open()

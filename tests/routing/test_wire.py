@@ -53,16 +53,18 @@ def steps(draw: st.DrawFn) -> Step:
     want = draw(st.sampled_from(list(Want)))
     listed = draw(st.sets(st.integers(0, rows - 1), min_size=1)) if want is Want.LIST else set()
     is_traced = draw(st.booleans())
+    is_call = want is Want.LAST and draw(st.booleans())
+    flags = (StepFlag.TRACE if is_traced else StepFlag.NONE) | (StepFlag.CALL if is_call else StepFlag.NONE)
     return Step(
         session_id=draw(session_ids),
         epoch=draw(u16),
         step=draw(u32),
         position=draw(st.integers(0, 1 << 30)),
         rows=rows,
-        payload=draw(st.binary(min_size=1, max_size=40)) * rows,
+        payload=draw(st.binary(min_size=1, max_size=40)) * (1 if is_call else rows),
         want=want,
         want_rows=tuple(sorted(listed)),
-        flags=StepFlag.TRACE if is_traced else StepFlag.NONE,
+        flags=flags,
         deadline_ms=draw(st.integers(0, 65_535)) * 100,
         traces=draw(traces) if is_traced else (),
     )
@@ -72,7 +74,12 @@ def steps(draw: st.DrawFn) -> Step:
 def answers(draw: st.DrawFn) -> Answer:
     rows = draw(st.integers(1, 6))
     kind = draw(st.sampled_from(list(AnswerKind)))
-    widths = {AnswerKind.HIDDEN_STATES: 5, AnswerKind.CANDIDATES: 8 * 8, AnswerKind.TOKEN_IDS: 4}
+    widths = {
+        AnswerKind.HIDDEN_STATES: 5,
+        AnswerKind.CANDIDATES: 8 * 8,
+        AnswerKind.TOKEN_IDS: 4,
+        AnswerKind.CALL: 3,
+    }
     is_traced = draw(st.booleans())
     return Answer(
         session_id=draw(session_ids),
@@ -131,6 +138,7 @@ entries = st.builds(
     room=st.integers(0, 1 << 20),
     confirms=st.booleans(),
     prefixes=st.just(()) | st.just((Prefix(64, b"b" * 16), Prefix(16, b"a" * 16))),
+    calls=st.booleans(),
 )
 messages = st.one_of(
     steps(),
