@@ -9,14 +9,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 from starlette.types import Scope
 
-from app.api.errors import ApiError, describe, from_exception, not_ready, unavailable
+from app.api.errors import ApiError, describe, from_exception, invalid, not_ready, unavailable
 from app.api.scope import endpoint_of, request_id_of
 from app.engine.request import KnownModel, Library, ModelStatus, TextEngine
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from app.engine.diffusion.request import DiffusionEngine
+    from slicing.diffusion.kinds import Kind
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +29,14 @@ MAX_NAMES = 20  # of models, in the text of a 404
 OVERLOAD_RETRY_S = 2
 LOADING_RETRY_S = 5
 RETURN_POLL_S = 0.05
+
+# What models of a kind make, and who is asked for it. By name: no start waits for what the kinds import.
+MAKES = {
+    "TEXT": ("text", "/v1/chat/completions"),
+    "PICTURE": ("pictures", "/v1/images/generations"),
+    "VIDEO": ("videos", "/v1/videos"),
+    "AUDIO": ("sounds", "/v1/audio/speech"),
+}
 
 
 class Gateway:
@@ -56,11 +69,25 @@ class Gateway:
         return [known for known in self.library.models() if known.is_listed]
 
     async def ready_engine(self, asked: str) -> TextEngine:
-        """Return the engine if a whole route exists now, loading its ends if need be, for a bounded time.
+        """Return a text engine if a whole route exists now, loading its ends if need be, for a bounded time.
 
-        Raises `ApiError` 404 or 503, or `ModelUnavailableError`.
+        Raises `ApiError` 400 for a model that makes no text, 404 or 503, or `ModelUnavailableError`.
         """
+        return cast("TextEngine", await self._ready(asked, None))
+
+    async def ready_diffusion(self, asked: str | None, kind: Kind) -> DiffusionEngine:
+        """Return the engine of a model that makes this kind of thing, as `ready_engine` does.
+
+        Without a name it is the first that is listed. Raises as `ready_engine` does.
+        """
+        named = asked if asked is not None else self._first_of(kind)
+        return cast("DiffusionEngine", await self._ready(named, kind))
+
+    async def _ready(self, asked: str, kind: Kind | None) -> TextEngine | DiffusionEngine:
         known = self.model(asked)
+        if known.kind is not kind:
+            makes, endpoint = MAKES[_name_of(known.kind)]
+            raise invalid("model", f"the model `{known.name}` makes {makes}; POST {endpoint} asks it")
         with self._waiting():
             status = await _covered(lambda: self.model(asked).status)
         if status.state in ("partial", "failed"):
@@ -109,7 +136,7 @@ class Gateway:
             self.stop.set()
             await self._idle.wait()
 
-    async def _opened(self, name: str) -> TextEngine:
+    async def _opened(self, name: str) -> TextEngine | DiffusionEngine:
         """Wait for a model's ends, with few others and not for long."""
         try:
             with self._waiting():
@@ -133,14 +160,31 @@ class Gateway:
         finally:
             self.num_waiting -= 1
 
+    def _first_of(self, kind: Kind) -> str:
+        """The first listed model of a kind, one that can answer before others. Raises `ApiError` 404 or 503."""
+        found = [known for known in self.listed() if known.kind is kind]
+        if not found and self.is_loading:
+            raise unavailable("model_loading", "the models are still loading", LOADING_RETRY_S)
+        if not found:
+            makes = MAKES[_name_of(kind)][0]
+            message = f"No model here makes {makes}. Available models: {self._names()}"
+            raise ApiError(404, "model_not_found", message, param="model")
+        return min(found, key=lambda known: not known.status.can_answer).name
+
+    def _names(self) -> str:
+        return ", ".join(f"`{known.name}`" for known in self.listed()[:MAX_NAMES]) or "none"
+
     def _not_found(self, asked: str, alias_of: str) -> ApiError:
         """Name what was asked for (bounded, printable), why it is not served if nodes have it, and what there is."""
         unserved = self.library.unserved()
         reason = unserved.get(asked) or unserved.get(alias_of)
         what = f"is not served here: {reason}." if reason else "does not exist."
-        names = ", ".join(f"`{known.name}`" for known in self.listed()[:MAX_NAMES]) or "none"
-        message = f"The model `{ascii(asked[:80])[1:-1]}` {what} Available models: {names}"
+        message = f"The model `{ascii(asked[:80])[1:-1]}` {what} Available models: {self._names()}"
         return ApiError(404, "model_not_found", message, param="model")
+
+
+def _name_of(kind: Kind | None) -> str:
+    return "TEXT" if kind is None else kind.name
 
 
 async def _covered(status_of: Callable[[], ModelStatus]) -> ModelStatus:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
@@ -14,27 +17,43 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from app.api import chat, models
+from app.api import chat, images, models, picture_links, speech, videos
 from app.api.chat import ChatCompletions
 from app.api.connection import MAX_HEAD_BYTES, Connection
 from app.api.health import Health
+from app.api.images import Images
 from app.api.middleware import ApiKeys, ErrorBoundary, HostCheck, PathAliases, RequestIds
 from app.api.models import Models
+from app.api.picture_links import PictureLinks
+from app.api.speech import Speech
+from app.api.videos import Videos
 from app.engine.request import Library
 from app.gateway import Gateway
+from app.jobs.runner import JobRunner
+from app.jobs.store import JobStore
 from app.metrics import GatewayMetrics
 from app.openapi import describe
 from app.settings import GatewaySettings
 
 # Longer than clients and proxies keep an idle connection: whoever closes first must not be the one who is written to.
 KEEP_ALIVE_S = 75
-EXPOSED_HEADERS = ("x-request-id", "retry-after", "server-timing", "openai-processing-ms")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    "server-timing",
+    "openai-processing-ms",
+    "openai-poll-after-ms",
+    "content-range",
+)
 # FastAPI would hand exceptions, whose texts may quote prompts, to whatever OpenTelemetry the process has.
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 
 def create_app(settings: GatewaySettings, library: Library, metrics: GatewayMetrics) -> FastAPI:
-    """Build the application over the models of a library. `app.state.gateway` drains it."""
+    """Build the application over the models of a library.
+
+    `app.state.gateway` drains it; `app.state.jobs` is closed at the end, after that.
+    """
     gateway = Gateway(settings, library, metrics)
     metrics.watch_coverage(library)
     metrics.watch_ends(library)
@@ -47,7 +66,10 @@ def create_app(settings: GatewaySettings, library: Library, metrics: GatewayMetr
         telemetry=NO_TELEMETRY,
     )
     app.state.gateway = gateway
+    app.state.jobs = JobRunner(gateway, _job_store(settings), videos.PATH)
     _add_routes(app, gateway)
+    _add_media_routes(app, gateway, app.state.jobs)
+    describe(app)
     _add_middleware(app, gateway)
     for foreign in (HTTPException, RequestValidationError):
         app.add_exception_handler(foreign, _pass_on)
@@ -86,7 +108,50 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     for path, endpoint in pages.items():
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
-    describe(app)
+
+
+def _add_media_routes(app: FastAPI, gateway: Gateway, jobs: JobRunner) -> None:
+    """Pictures, videos and sounds. A path that several routes fit goes to the first of them."""
+    links = PictureLinks(gateway.settings.pictures_bytes, gateway.settings.pictures_lifetime_s)
+    pictures, films, sounds = Images(gateway, links), Videos(gateway, jobs), Speech(gateway)
+    for path in images.NOT_BUILT:
+        app.add_api_route(
+            path, pictures.not_built, methods=["POST"], response_model=None, include_in_schema=False
+        )
+    for path in videos.NOT_BUILT:
+        app.add_api_route(
+            path, films.not_built, methods=["POST"], response_model=None, include_in_schema=False
+        )
+    for path in (images.PATH, images.ALIAS):
+        is_alias = path == images.ALIAS
+        app.add_api_route(
+            path, pictures.create, methods=["POST"], response_model=None, include_in_schema=not is_alias
+        )
+    app.add_api_route(speech.PATH, sounds.create, methods=["POST"], response_model=None)
+    app.add_api_route(videos.PATH, films.create, methods=["POST"], response_model=None)
+    app.add_api_route(videos.ONE_PATH, films.delete, methods=["DELETE"], response_model=None)
+    pages = {
+        picture_links.PATH: links.fetch,
+        videos.PATH: films.index,
+        videos.ONE_PATH: films.retrieve,
+        videos.CONTENT_PATH: films.content,
+        videos.EVENTS_PATH: films.events,
+    }
+    for path, endpoint in pages.items():
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        if path != videos.EVENTS_PATH:
+            app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+
+
+def _job_store(settings: GatewaySettings) -> JobStore:
+    """Where videos are kept: a folder that was named, else one that goes with this process."""
+    folder = settings.videos_dir or Path(tempfile.gettempdir()) / f"diffuse-videos-{secrets.token_hex(8)}"
+    return JobStore(
+        folder,
+        max_bytes=settings.videos_bytes,
+        lifetime_s=settings.videos_lifetime_s,
+        is_temporary=settings.videos_dir is None,
+    )
 
 
 def _add_middleware(app: FastAPI, gateway: Gateway) -> None:

@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.diffusion_metrics import DiffusionMetrics
 from app.ends_metrics import EndsMetrics
 from app.engine.request import Finished, Library, Timings
 from app.network_metrics import NetworkMetrics
@@ -54,6 +55,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.diffusion = DiffusionMetrics(self.registry)
         self.answers = self._counter("answers", "Choices finished", ["model", "endpoint", "finish_reason"])
         self.errors = self._counter("request_errors", "Requests refused or failed", ["endpoint", "code"])
         self.aborts = self._counter("requests_aborted", "Requests whose client left", ["endpoint"])

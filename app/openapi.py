@@ -12,16 +12,23 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from app.api import chat, models
+from app.api import chat, images, models, picture_links, speech, videos
 from app.api.chat_reply import AnswerTimings, ChatCompletion, DraftsField, ErrorEnvelope, RouteHopField, Usage
 from app.api.health import HealthReport, ReadyReport, VersionReport
+from app.api.image_protocol import ImageAnswer, ImageEvent, ImageRequest
 from app.api.messages import Lenient
 from app.api.models import ModelCard, ModelList
 from app.api.protocol import ChatRequest
+from app.api.speech import SpeechEvent, SpeechRequest
+from app.api.video_protocol import VideoDeleted, VideoJob, VideoList, VideoRequest
+from app.media.film import FILM_TYPE
+from app.media.pictures import PICTURE_TYPES
+from app.media.sound import SOUND_TYPES
 
 JSON = "application/json"
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
+FORM = "multipart/form-data"
 REFERENCE = "#/components/schemas/{model}"
 
 
@@ -81,6 +88,7 @@ class Description:
     body: type[BaseModel] | None = None
     parameters: tuple[Mapping[str, Any], ...] = ()
     unavailable: type[BaseModel] = field(default=ErrorEnvelope)  # the body of a 503
+    is_form: bool = False  # the body may also be a multipart form
 
 
 MODEL_ID = {
@@ -96,8 +104,58 @@ MODEL_QUERY = {
     "description": "Ask about this model only",
     "schema": {"type": "string"},
 }
+VIDEO_ID = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "The id of a job of the same key",
+    "schema": {"type": "string", "minLength": 1},
+}
+VARIANT = {
+    "name": "variant",
+    "in": "query",
+    "description": "What of the video",
+    "schema": {"type": "string", "enum": ["video", "thumbnail", "spritesheet"], "default": "video"},
+}
+RANGE = {
+    "name": "Range",
+    "in": "header",
+    "description": "One range of bytes; the answer is then 206",
+    "schema": {"type": "string"},
+}
+PAGE = (
+    {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": videos.MAX_LIMIT},
+    },
+    {"name": "after", "in": "query", "description": "The last id seen", "schema": {"type": "string"}},
+    {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"]}},
+)
+PICTURE_NAME = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "description": "As the picture's URL has it",
+    "schema": {"type": "string", "minLength": 1},
+}
 OPERATIONS: Mapping[tuple[str, str], Description] = {
     (chat.PATH, "post"): Description({JSON: ChatCompletion, EVENTS: ChatChunk}, body=ChatRequest),
+    (images.PATH, "post"): Description({JSON: ImageAnswer, EVENTS: ImageEvent}, body=ImageRequest),
+    (picture_links.PATH, "get"): Description(
+        dict.fromkeys(PICTURE_TYPES.values()), parameters=(PICTURE_NAME,)
+    ),
+    (speech.PATH, "post"): Description(
+        {**dict.fromkeys(SOUND_TYPES.values()), EVENTS: SpeechEvent}, body=SpeechRequest
+    ),
+    (videos.PATH, "post"): Description({JSON: VideoJob}, body=VideoRequest, is_form=True),
+    (videos.PATH, "get"): Description({JSON: VideoList}, parameters=PAGE),
+    (videos.ONE_PATH, "get"): Description({JSON: VideoJob}, parameters=(VIDEO_ID,)),
+    (videos.ONE_PATH, "delete"): Description({JSON: VideoDeleted}, parameters=(VIDEO_ID,)),
+    (videos.CONTENT_PATH, "get"): Description(
+        {FILM_TYPE: None, "image/webp": None}, parameters=(VIDEO_ID, VARIANT, RANGE)
+    ),
+    (videos.EVENTS_PATH, "get"): Description({EVENTS: VideoJob}, parameters=(VIDEO_ID,)),
     (models.PATH, "get"): Description({JSON: ModelList}),
     ("/v1/models/{model}", "get"): Description({JSON: ModelCard}, parameters=(MODEL_ID,)),
     ("/health", "get"): Description({JSON: HealthReport}, unavailable=HealthReport),
@@ -139,7 +197,10 @@ def _operation(description: Description) -> dict[str, Any]:
     if description.body is not None:
         operation["requestBody"] = {
             "required": True,
-            "content": {JSON: {"schema": _schema(description.body)}},
+            "content": {
+                media_type: {"schema": _schema(description.body)}
+                for media_type in ((JSON, FORM) if description.is_form else (JSON,))
+            },
         }
     return operation
 
@@ -147,7 +208,10 @@ def _operation(description: Description) -> dict[str, Any]:
 def _answer(text: str, by_type: Mapping[str, type[BaseModel] | None]) -> dict[str, Any]:
     return {
         "description": text,
-        "content": {media_type: {"schema": _schema(model)} for media_type, model in by_type.items()},
+        "content": {
+            media_type: {"schema": _schema(model) if model or media_type == TEXT else {}}
+            for media_type, model in by_type.items()
+        },
     }
 
 

@@ -16,7 +16,7 @@ import uvicorn
 
 from app.engine.library import LibrarySettings, NetworkLibrary, opened_library
 from app.engine.network import FIRST_LOOK_S, MemberSettings, open_network
-from app.engine.openable import OpenableModel
+from app.engine.openable import Openable
 from app.gateway import Gateway
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
@@ -59,7 +59,9 @@ async def run_gateway(
         app = create_app(settings, library, metrics)
         gateway: Gateway = app.state.gateway
         gateway.is_loading = True
+        await app.state.jobs.open()
         serving = await stack.enter_async_context(_served(serve_config(app, settings), listening))
+        stack.push_async_callback(app.state.jobs.close)
         stack.push_async_callback(gateway.drain)
         named = await library.open_named()
         _check_aliases(settings, wanted, library)
@@ -75,10 +77,10 @@ async def run_gateway(
         raise RuntimeError("the HTTP server ended by itself")
 
 
-def _ready(url: str, library: NetworkLibrary, named: Sequence[OpenableModel]) -> dict[str, Any]:
+def _ready(url: str, library: NetworkLibrary, named: Sequence[Openable[Any]]) -> dict[str, Any]:
     """What is told once requests can be answered; what is missing is said of the first model that was named."""
     known = {model.name: model for model in library.models() if model.is_listed}
-    first = known[named[0].found.facts.name].status if named else None
+    first = known[named[0].facts.name].status if named else None
     return {
         "event": "ready",
         "url": url,

@@ -7,6 +7,7 @@ Which model and which nodes stand behind it is said in `app.engine.swarm.SwarmSe
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
@@ -18,6 +19,11 @@ from app.engine.route_options import ID_DIGITS, RouteOptions
 MAX_BODY_BYTES = 32 << 20  # of a JSON request: openai.md, section 1.1
 MAX_REQUESTS = 32  # answers at once; each holds a session on every node of its route
 MAX_CHOICES = 8
+MAX_PIXELS = 4096 * 4096  # of one picture
+PICTURES_BYTES = 256 << 20  # of pictures that are waited for under a URL, in memory
+PICTURES_LIFETIME_S = 3600.0  # what OpenAI's links live
+VIDEOS_BYTES = 4 << 30  # of videos on disk
+VIDEOS_LIFETIME_S = 24 * 3600.0
 MAX_PINNED = 8  # nodes; the planner tries their orders
 MAX_AVOIDED = 256
 MAX_HOPS = 128  # what one Open may hold
@@ -69,6 +75,16 @@ class GatewaySettings(BaseSettings):
     request_timeout_s: Annotated[float, Field(ge=0)] = 0.0  # of one answer; 0 = no limit
     keepalive_s: Annotated[float, Field(ge=0)] = KEEPALIVE_S  # comment lines in a silent stream; 0 = off
     heartbeat_s: Annotated[float, Field(gt=0)] = HEARTBEAT_S  # empty chunks in a silent stream
+
+    max_pixels: Annotated[int, Field(ge=64)] = MAX_PIXELS  # of one picture, or one frame of a video
+    pictures_bytes: Annotated[int, Field(ge=0)] = PICTURES_BYTES
+    pictures_lifetime_s: Annotated[float, Field(gt=0)] = PICTURES_LIFETIME_S
+    videos_dir: Path | None = None  # where jobs outlive a restart; None: a folder that goes with the process
+    videos_bytes: Annotated[int, Field(ge=1 << 16)] = VIDEOS_BYTES
+    videos_lifetime_s: Annotated[float, Field(gt=0)] = VIDEOS_LIFETIME_S  # of a job that is over
+    videos_at_once: Annotated[int, Field(ge=1)] = 1  # the others wait: two at once take twice as long each
+    videos_waiting: Annotated[int, Field(ge=1)] = 32  # jobs that are not over; beyond it 503
+
     drain_s: Annotated[float, Field(ge=0)] = (
         10.0  # how long running answers may take when we are told to stop
     )

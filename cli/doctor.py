@@ -249,14 +249,14 @@ def _model(model: str) -> tuple[Finding, OwnModel | None]:
 
     start_logging(logging.ERROR)
     with heavy_imports():
+        from slicing.any_model import num_layers_of, open_model
         from slicing.errors import ModelError
-        from slicing.model_source import open_checkpoint
     try:
-        checkpoint = open_checkpoint(model)
-        own = OwnModel(model, checkpoint.digest)
+        opened = open_model(model)
+        own = OwnModel(model, opened.digest)
     except ModelError as error:
         return Finding("problem", "--model", str(error)), None
-    layers = checkpoint.config.num_hidden_layers
+    layers = num_layers_of(opened)
     return Finding("ok", "--model", f"{model} is here: {layers} layers, digest {own.digest.hex()[:12]}"), own
 
 

@@ -38,7 +38,7 @@ ANSWER_THREADS = 1  # several of these run on one machine at once, beside its no
 async def open_nodes(target: Target, model: str) -> AsyncIterator[Engine]:
     """Load the ends, link to the nodes, and check that together they serve every layer."""
     start_logging(logging.ERROR)  # what goes wrong is said once, by the command
-    settings = _settings(target, model)
+    settings = settings_of(target, model)
     from app.engine.swarm import open_swarm
 
     async with open_swarm(settings) as swarm:
@@ -50,6 +50,15 @@ async def open_nodes(target: Target, model: str) -> AsyncIterator[Engine]:
             others = _other_models(swarm.directory.records(), swarm.checkpoint.digest)
             raise CommandError("; ".join([_missing(status), *reasons, *others]))
         yield Engine(swarm.engine)
+
+
+def makes_pictures(target: Target, model: str) -> bool:
+    """Whether a model is a pipeline that makes no text; looks at its index, and may fetch that. Brings torch in."""
+    use_threads(target.threads or ANSWER_THREADS)
+    with heavy_imports():
+        from slicing.diffusion.source import is_pipeline
+
+    return is_pipeline(model, may_fetch=True)
 
 
 def _missing(status: ModelStatus) -> str:
@@ -67,7 +76,8 @@ def _other_models(records: Sequence[NodeRecord], digest: bytes) -> Iterator[str]
             yield f"{name_of(record.address)} serves another model ({held}): give its --model, or other nodes"
 
 
-def _settings(target: Target, model: str) -> SwarmSettings:
+def settings_of(target: Target, model: str) -> SwarmSettings:
+    """What the engine is told; brings torch in. Raises usage errors for what cannot be read."""
     from cli.key_files import load_or_make
     from cli.membership import read_membership, read_token
     from routing.address_policy import Scope

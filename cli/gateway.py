@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -78,6 +78,48 @@ class Gateway:
         self.unserved = _objects(reply.get("unserved"))
         return _objects(reply.get("data"))
 
+    async def output_of(self, model: str) -> str:
+        """What a model makes: text, image, video or audio; text as well where the gateway does not say."""
+        try:
+            return _output(await self._get(f"models/{quote(model, safe='')}"))
+        except GatewayError:
+            return "text"  # what is wrong, the question itself will show
+
+    async def first_that(self, *, draws: bool) -> tuple[str, str]:
+        """The first model listed that makes no text, or text, and what it makes; the first of all where none does."""
+        first = await self.first_model()
+        listed = {str(card["id"]): _output(card) for card in await self.list_models()}
+        fitting = (name for name, output in listed.items() if (output != "text") == draws)
+        name = next(fitting, first)
+        return name, listed.get(name, "text")
+
+    async def events(
+        self, path: str, body: dict[str, Any] | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a stream that a POST opens, or a GET without a body. Raises GatewayError."""
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._client.stream(method, path, json=body) as response:
+                await self._check(response)
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and (payload := line[5:].strip()) not in ("", "[DONE]"):
+                        yield _event(payload)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a JSON object and return the one that comes back. Raises GatewayError."""
+        response = await self._request("POST", path, json=body)
+        return _decode(response.text)
+
+    async def fetch(self, path: str) -> bytes:
+        """Return a file. Raises GatewayError."""
+        return (await self._request("GET", path)).content
+
+    async def delete(self, path: str) -> None:
+        """Let go of something. Raises GatewayError."""
+        await self._request("DELETE", path)
+
     async def answer(self, question: Question) -> AsyncGenerator[Piece | End, None]:
         """Stream one chat completion; raises `GatewayError` on refusal, in-band error or a cut stream."""
         reading = _Reading()
@@ -124,6 +166,14 @@ class Gateway:
             raise self._no_gateway()
         return reply
 
+    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            response = await self._client.request(method, path, **options)
+            await self._check(response)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        return response
+
     async def _check(self, response: httpx.Response) -> None:
         if response.is_success:
             return
@@ -164,9 +214,7 @@ class _Reading:
         """Take one line; comments, other fields and the end mark say nothing."""
         if not line.startswith("data:") or (payload := line[5:].strip()) in ("", "[DONE]"):
             return []
-        chunk = _decode(payload)
-        if (error := chunk.get("error")) is not None:
-            raise GatewayError(_text_of(error) or "the gateway failed without saying why")
+        chunk = _event(payload)
         self._note(chunk)
         return [Piece(text, self._so_far()) for text in self._texts(chunk)]
 
@@ -226,6 +274,21 @@ def _reason(error: httpx.HTTPError) -> str:
     """What the system says of a failed connection, where it says more than that it failed."""
     text = str(error).strip()
     return f" ({text})" if text and text != "All connection attempts failed" else ""
+
+
+def _output(card: dict[str, Any]) -> str:
+    try:
+        return str(card["architecture"]["output_modalities"][0])
+    except (KeyError, IndexError, TypeError):
+        return "text"
+
+
+def _event(payload: str) -> dict[str, Any]:
+    """Read one event of an answer; one that is an error, and no job that has failed, is raised."""
+    event = _decode(payload)
+    if (error := event.get("error")) is not None and "status" not in event:
+        raise GatewayError(_text_of(error) or "the gateway failed without saying why")
+    return event
 
 
 def _decode(payload: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def host(
         typer.Option(
             "--model",
             metavar="MODEL[=START:END]",
-            help="Hub id, folder, .gguf file, or `smollm2` (the default). Repeat for several models or slices.",
+            help="Hub id, folder, .gguf file, or `smollm2` (the default); a diffusers pipeline too. Repeatable.",
         ),
     ] = None,
     bootstrap: opt.BootstrapOption = None,

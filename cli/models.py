@@ -103,7 +103,7 @@ def status_of(entry: dict[str, Any]) -> str:
 def _print_swarm(found: Sequence[ModelStatus]) -> None:
     grid = show.table("model", "digest", "layers", "status")
     for model in found:
-        missing = [span for span in model.missing if span != KEPT_AT_HOME]
+        missing = [span for span in model.missing if span != KEPT_AT_HOME or model.is_diffusion]
         status = f"no node serves layers {show.ranges(missing)}" if missing else "ready"
         grid.add_row(show.printable(model.name), model.digest.hex()[:8], str(model.num_layers), status)
     show.console().print(grid)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Final, TextIO
 
 import typer
 
+from cli import patch_help
+
 if TYPE_CHECKING:
     from routing.types import NodeAddress
 
@@ -41,6 +43,7 @@ class Wire(StrEnum):
 
     AUTO = "auto"
     BF16 = "bf16"
+    INT8_DELTA = "int8-delta"
 
 
 class Scope(StrEnum):
@@ -94,7 +97,11 @@ ENDS_HELP: Final = (
 )
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help="Hub id, folder, .gguf file, or `smollm2`, which needs no hub.")
+    str,
+    typer.Option(
+        "--model",
+        help="Hub id, folder, .gguf file, or `smollm2`, which needs no hub; a diffusers pipeline too.",
+    ),
 ]
 EndsOption = Annotated[Ends, typer.Option("--ends", help=ENDS_HELP)]
 LocalLayersOption = Annotated[
@@ -105,10 +112,7 @@ LocalLayersOption = Annotated[
 ]
 WireOption = Annotated[
     Wire,
-    typer.Option(
-        "--wire",
-        help="auto: what each slice computes in, nothing is lost. bf16: half of float32's bytes, at a loss.",
-    ),
+    typer.Option("--wire", help=patch_help.wire_help()),
 ]
 WeightsOption = Annotated[
     Weights,
@@ -214,7 +218,41 @@ MaxTokensOption = Annotated[
 TemperatureOption = Annotated[
     float | None, typer.Option("--temperature", min=0.0, max=2.0, help="0 always takes the likeliest token.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Same seed, same model, same answer.")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", help="Same seed, same model, same answer. Left out: drawn; 0 for a picture, video or sound."
+    ),
+]
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", min=1, max=1000, help="Denoising steps. Left out: the model's own.")
+]
+SizeOption = Annotated[
+    str | None, typer.Option("--size", metavar="WxH", help="Pixels, as 512x512. Left out: the model's own.")
+]
+GuidanceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--guidance", min=0.0, max=100.0, help="How closely to follow the prompt. Left out: the model's own."
+    ),
+]
+NegativeOption = Annotated[str | None, typer.Option("--negative", help="What to stay away from.")]
+PatchesOption = Annotated[
+    int | None, typer.Option("--patches", min=1, max=64, help=patch_help.patches_help())
+]
+WarmupOption = Annotated[int | None, typer.Option("--warmup", min=0, max=1000, help=patch_help.warmup_help())]
+ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help=patch_help.extrapolate_help())]
+TwoStreamsOption = Annotated[bool, typer.Option("--two-streams", help=patch_help.two_streams_help())]
+FramesOption = Annotated[
+    int | None, typer.Option("--frames", min=1, help="Frames of a video. Left out: the model's own.")
+]
+SecondsOption = Annotated[
+    float | None, typer.Option("--seconds", min=0.01, max=3600, help="Length of a sound or video.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="File or folder for what was made. Left out: here, named from the prompt."),
+]
 SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
@@ -252,6 +290,14 @@ def parse_addresses(texts: Sequence[str] | None, flag: str) -> tuple[NodeAddress
     except SettingsError as error:
         whole = "copy the whole ID@HOST:PORT that the other side printed"
         raise typer.BadParameter(f"{error}; {whole}", param_hint=f"'{flag}'") from None
+
+
+def parse_pixels(text: str | None) -> str | None:
+    """Check the `512x512` that was given for --size."""
+    width, _, height = (text or "1x1").lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal() and 0 < int(width) < 1e5 and 0 < int(height) < 1e5):
+        raise typer.BadParameter(f"{text!r}: give a size in pixels like 512x512", param_hint="'--size'")
+    return None if text is None else f"{int(width)}x{int(height)}"
 
 
 def parse_duration(text: str, flag: str) -> float:

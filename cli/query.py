@@ -1,9 +1,10 @@
-"""`diffuse query`: one question, its answer as it comes, and where the time went."""
+"""`diffuse query`: one question, its answer as it comes, and where the time went; or a picture, video or sound."""
 
 from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +12,10 @@ import typer
 from cli import options as opt
 from cli import show
 from cli.answer import End, Piece, Question
+from cli.draw import draw
+from cli.drawing import Order
 from cli.runtime import run_asking
-from cli.target import Target, open_answerer
+from cli.target import Target, chosen, open_answerer, open_drawer
 
 
 def query(
@@ -41,11 +44,23 @@ def query(
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
     draft: opt.DraftOption = None,
+    steps: opt.StepsOption = None,
+    size: opt.SizeOption = None,
+    guidance: opt.GuidanceOption = None,
+    negative: opt.NegativeOption = None,
+    patches: opt.PatchesOption = None,
+    warmup: opt.WarmupOption = None,
+    extrapolate: opt.ExtrapolateOption = False,
+    two_streams: opt.TwoStreamsOption = False,
+    frames: opt.FramesOption = None,
+    seconds: opt.SecondsOption = None,
+    out: opt.OutOption = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Ask one question of a gateway (--url) or, running the engine here, of nodes (--node) or a swarm (--bootstrap).
 
-    The answer goes to standard output, the line of timings to standard error.
+    The answer goes to standard output, the line of timings to standard error. What a model of pictures, videos or
+    sounds makes goes into a file, whose name is printed.
     """
     target = Target(
         url,
@@ -74,7 +89,70 @@ def query(
         seed=seed,
         draft=draft,
     )
-    run_asking(_ask_as_json(target, question) if json else _ask(target, question))
+    order = Order(
+        text,
+        seed=seed or 0,
+        steps=steps,
+        size=opt.parse_pixels(size),
+        guidance=guidance,
+        negative=negative,
+        patches=patches,
+        warmup=warmup,
+        extrapolate=extrapolate,
+        two_streams=two_streams,
+        frames=frames,
+        seconds=seconds,
+        wire=None if wire is opt.Wire.AUTO else wire.value,
+    )
+    run_asking(_query(target, question, order, out, as_json=json, has_system=system is not None))
+
+
+async def _query(
+    target: Target, question: Question, order: Order, out: Path | None, *, as_json: bool, has_system: bool
+) -> None:
+    drawing_flags = _drawing_flags(order, out)
+    wants_drawing = any(value not in (None, False) for value in drawing_flags.values())
+    target, output = await chosen(target, wants_drawing=wants_drawing)
+    if output == "text":
+        _refuse_flags(drawing_flags, "is for models that make pictures, videos or sounds")
+        await (_ask_as_json(target, question) if as_json else _ask(target, question))
+        return
+    _refuse_flags(_text_flags(question, has_system=has_system), "is for models that make text")
+    async with open_drawer(target, output) as drawer:
+        await draw(drawer, order, out, as_json=as_json)
+
+
+def _refuse_flags(given: dict[str, object], why: str) -> None:
+    """Refuse a flag that this model has no use for: a wish must not be lost in silence."""
+    for flag, value in given.items():
+        if value not in (None, False):
+            raise typer.BadParameter(f"it {why}", param_hint=f"'{flag}'")
+
+
+def _text_flags(question: Question, *, has_system: bool) -> dict[str, object]:
+    return {
+        "--max-tokens": question.max_tokens,
+        "--temperature": question.temperature,
+        "--raw": question.raw_prompt is not None,
+        "--draft": question.draft,
+        "--system": has_system,
+    }
+
+
+def _drawing_flags(order: Order, out: Path | None) -> dict[str, object]:
+    return {
+        "--steps": order.steps,
+        "--size": order.size,
+        "--guidance": order.guidance,
+        "--negative": order.negative,
+        "--patches": order.patches,
+        "--warmup": order.warmup,
+        "--extrapolate": order.extrapolate,
+        "--two-streams": order.two_streams,
+        "--frames": order.frames,
+        "--seconds": order.seconds,
+        "--out": out,
+    }
 
 
 async def _ask(target: Target, question: Question) -> None:

@@ -84,6 +84,13 @@ def serve(
     dtype: Annotated[opt.Dtype, typer.Option("--dtype", help="Compute type of the ends.")] = opt.Dtype.AUTO,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads for the ends.")] = GATEWAY_THREADS,
     cache_dir: opt.CacheDirOption = None,
+    videos_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--videos-dir",
+            help="Where video jobs and their files are kept over restarts. Left out: a folder of this user's and port.",
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option("--api-key", help="A key clients must show. Repeatable; or DIFFUSE_API_KEYS."),
@@ -147,6 +154,7 @@ def serve(
         "max_hops": max_hops,
         "distinct_owners": distinct_owners or None,
         "draft": draft.value if draft else None,
+        "videos_dir": videos_dir,
     }
     if listen is not None:
         chosen["host"], chosen["port"] = opt.parse_host_port(listen, "--listen")
@@ -162,6 +170,9 @@ def serve(
     }
     shared_secret = read_prefix_secret(prefix_secret)
     listener = _listener(gateway, listen_fd)
+    port = gateway.port if listen_fd is None else int(listener.getsockname()[1])
+    if gateway.videos_dir is None and port:
+        gateway = gateway.model_copy(update={"videos_dir": _videos_dir(port)})
     with heavy_imports():  # once everything that can be wrong with a flag has been looked at
         from app.engine.library import LibrarySettings, NamedModel
         from app.engine.model import EndsSettings
@@ -252,6 +263,13 @@ def _listener(gateway: GatewaySettings, listen_fd: int | None) -> socket.socket:
         return listen_on(host, gateway.port)
     except OSError as error:
         raise cannot_listen(host, gateway.port, error, "--listen") from error
+
+
+def _videos_dir(port: int) -> Path:
+    """Where videos are kept unless a flag says so: gateways of one user differ by their ports."""
+    from cli.state import default_state_dir
+
+    return default_state_dir() / "videos" / str(port)
 
 
 def _serve(

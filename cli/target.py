@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import typer
 
 from cli.answer import Answerer
+from cli.drawing import Drawer
 from cli.options import (
     DEFAULT_MODEL,
     DEFAULT_NETWORK,
@@ -67,6 +68,44 @@ class Target:
         from cli.gateway import DEFAULT_URL
 
         return self.url or DEFAULT_URL
+
+
+async def chosen(target: Target, *, wants_drawing: bool) -> tuple[Target, str]:
+    """Settle which model is asked, and what it makes: text, image, video or audio; "drawn" where only that is known.
+
+    Of a gateway's models, where none is named, the first that makes what is wanted.
+    """
+    if not target.runs_engine:
+        from cli.gateway import DEFAULT_URL, open_gateway
+
+        url = target.url or DEFAULT_URL
+        async with open_gateway(url, api_key=target.api_key, model=target.model or "") as gateway:
+            if target.model is not None:
+                return target, await gateway.output_of(target.model)
+            model, output = await gateway.first_that(draws=wants_drawing)
+            return replace(target, model=model), output
+    if target.model is None:
+        return target, "text"  # as the model that is asked then
+    from cli.engine import makes_pictures
+
+    return target, "drawn" if makes_pictures(target, target.model) else "text"
+
+
+@asynccontextmanager
+async def open_drawer(target: Target, output: str) -> AsyncIterator[Drawer]:
+    """Connect to whoever makes pictures, videos or sounds; raises as `open_answerer` does."""
+    if target.runs_engine:
+        from cli.engine_drawing import open_drawing_nodes
+
+        async with open_drawing_nodes(target, target.model or DEFAULT_MODEL) as engine:
+            yield engine
+    else:
+        from cli.gateway import DEFAULT_URL, open_gateway
+        from cli.gateway_drawing import GatewayDrawer
+
+        url = target.url or DEFAULT_URL
+        async with open_gateway(url, api_key=target.api_key, model=target.model) as gateway:
+            yield GatewayDrawer(gateway, output)
 
 
 @asynccontextmanager

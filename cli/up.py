@@ -21,6 +21,16 @@ from cli.loading import LoadingView
 from cli.telling import Teller
 
 MAX_NODES = 64
+PICTURES = "tiny-pictures"  # comes with this program, and opens in a second
+NO_PICTURES = "none"
+PICTURE_PROMPT = "a large red circle on a blue background"
+QUESTION = '"messages": [{"role": "user", "content": "Name three rivers of Europe."}]'
+TRIALS = {  # by what a model makes: where it is asked, and a first request
+    "text": ("chat/completions", f'"stream": true, "temperature": 0.2, {QUESTION}'),
+    "picture": ("images/generations", '"prompt": "a red circle", "seed": 7'),
+    "video": ("videos", '"prompt": "a red circle", "seed": 7'),
+    "audio": ("audio/speech", '"input": "rain on a roof", "seed": 7'),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class SwarmPlan:
     weights: opt.Weights
     runner: opt.Runner
     draft: opt.Draft | None
+    pictures: str | None  # another model, held by a node of its own
 
     @property
     def forms(self) -> list[str]:
@@ -59,12 +70,22 @@ def up(
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
     draft: opt.DraftOption = None,
+    pictures: Annotated[
+        str,
+        typer.Option(
+            "--pictures",
+            metavar="MODEL",
+            help="Model for pictures, videos or sounds, on one more node; none leaves it out.",
+        ),
+    ] = PICTURES,
 ) -> None:
     """Run a whole swarm here: nodes, and a gateway with an OpenAI-compatible API. Ctrl+C ends it."""
     from cli.runtime import run_until_signal
 
-    each = threads or threads_each(nodes + 1)
-    plan = SwarmPlan(model, nodes, ends, opt.parse_local_layers(local_layers), each, weights, runner, draft)
+    beside = None if pictures in (NO_PICTURES, model) else pictures
+    each = threads or threads_each(nodes + 1 + (beside is not None))
+    layers = opt.parse_local_layers(local_layers)
+    plan = SwarmPlan(model, nodes, ends, layers, each, weights, runner, draft, beside)
     with _take_port(port) as listener:
         swarm = _Swarm(plan, listener)
         asyncio.run(run_until_signal(swarm.run(), on_second=swarm.kill))
@@ -84,7 +105,7 @@ def prepare(
     from cli.runtime import heavy_imports
 
     with heavy_imports():
-        from slicing.model_source import open_checkpoint
+        from slicing.any_model import kind_of_model, num_layers_of, open_model
 
     teller = Teller(events)
 
@@ -93,9 +114,10 @@ def prepare(
             {"event": "progress", "stage": stage, "done_bytes": done_bytes, "total_bytes": total_bytes}
         )
 
-    checkpoint = open_checkpoint(model, progress=progress)
+    opened = open_model(model, progress=progress)
+    kind = kind_of_model(opened)
     teller.tell(
-        {"event": "prepared", "model": checkpoint.name, "num_layers": checkpoint.config.num_hidden_layers}
+        {"event": "prepared", "model": opened.name, "num_layers": num_layers_of(opened), "kind": kind}
     )
 
 
@@ -123,8 +145,8 @@ class _Swarm:
             with LoadingView() as view:
                 prepared = await self._prepare(view)
                 nodes = await self._start_nodes(view, prepared)
-                ready = await self._start_gateway(view, nodes)
-            _announce(ready, prepared)
+                ready = await self._start_gateway(view, nodes, prepared)
+            _announce(ready, prepared, self._plan.pictures)
             raise await self._children.first_crash()
 
     def kill(self) -> None:
@@ -143,29 +165,30 @@ class _Swarm:
         plans = plan_nodes(
             prepared["num_layers"],
             self._plan.num_nodes,
-            local_layers=self._plan.local_layers,
+            local_layers=self._local_layers(prepared),
             is_thin=self._plan.ends is opt.Ends.REMOTE,
         )
-        children = [await self._start(plan.name, self._host_arguments(plan), view) for plan in plans]
-        waits = [
-            asyncio.create_task(self._wait_node(child, plan, view))
-            for child, plan in zip(children, plans, strict=True)
-        ]
+        starts = [(plan.name, self._host_arguments(plan)) for plan in plans]
+        if self._plan.pictures is not None:
+            starts.append(("pictures", self._pictures_arguments(self._plan.pictures)))
+        children = [await self._start(name, arguments, view) for name, arguments in starts]
+        waits = [asyncio.create_task(self._wait_node(child, view)) for child in children]
         try:
             return await asyncio.gather(*waits)
         finally:
             for wait in waits:
                 wait.cancel()
 
-    async def _wait_node(self, child: Child, plan: NodePlan, view: LoadingView) -> str:
+    async def _wait_node(self, child: Child, view: LoadingView) -> str:
         ready = await child.wait_for("ready")
-        view.done(plan.name, f"layers {plan.layers} in {show.seconds(ready.get('load_s', 0.0))}")
+        view.done(child.name, f"layers {ready['layers']} in {show.seconds(ready.get('load_s', 0.0))}")
         return str(ready["address"])
 
-    async def _start_gateway(self, view: LoadingView, nodes: list[str]) -> Event:
+    async def _start_gateway(self, view: LoadingView, nodes: list[str], prepared: Event) -> Event:
         plan = self._plan
         arguments = ["serve", "--model", plan.model, "--ends", plan.ends, *plan.forms]
-        arguments += ["--local-layers", ":".join(map(str, plan.local_layers))]
+        arguments += ["--model", plan.pictures] if plan.pictures else []
+        arguments += ["--local-layers", ":".join(map(str, self._local_layers(prepared)))]
         arguments += ["--draft", plan.draft] if plan.draft else []
         arguments += ["--listen-fd", str(self._listener.fileno())]
         arguments += [part for node in nodes for part in ("--node", node)]
@@ -177,11 +200,23 @@ class _Swarm:
         view.done("gateway", "ready")
         return ready
 
+    def _local_layers(self, prepared: Event) -> tuple[int, int]:
+        """How many layers stay at home: none of a diffusion model's blocks do. Raises `CommandError`."""
+        if prepared.get("kind", "text") == "text":
+            return self._plan.local_layers
+        if self._plan.ends is opt.Ends.REMOTE or self._plan.draft:
+            raise CommandError(f"--ends remote and --draft are for text models; {prepared['model']} is none")
+        return 0, 0
+
     def _host_arguments(self, plan: NodePlan) -> list[str]:
         arguments = ["host", "--model", self._plan.model, "--layers", plan.layers, "--listen", "127.0.0.1:0"]
         arguments += [*self._plan.forms, "--drain", "0"]  # the gateway goes first
         arguments += ["--weights", self._plan.weights, "--runner", self._plan.runner]
         return [*arguments, "--hold-ends"] if plan.hold_ends else arguments
+
+    def _pictures_arguments(self, model: str) -> list[str]:
+        listen = ["--listen", "127.0.0.1:0"]
+        return ["host", "--model", model, *listen, "--threads", str(self._plan.threads), "--drain", "0"]
 
     async def _start(
         self, name: str, arguments: list[str], view: LoadingView, pass_fds: tuple[int, ...] = ()
@@ -202,13 +237,17 @@ def _pass_on(name: str, line: str) -> None:
         show.note(f"{name}: {line}")
 
 
-def _announce(ready: Event, prepared: Event) -> None:
+def _announce(ready: Event, prepared: Event, pictures: str | None) -> None:
     url = str(ready["url"])
     models: list[Any] = ready.get("models") or [prepared["model"]]
     show.out("")
     show.out(f"base_url  {url}")
     show.out(f"models    {', '.join(map(str, models))}")
-    messages = '[{"role": "user", "content": "Name three rivers of Europe."}]'
-    body = f'{{"model": "{models[0]}", "stream": true, "temperature": 0.2, "messages": {messages}}}'
-    show.out(f"try       curl -N {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    path, asked = TRIALS[prepared.get("kind", "text")]
+    body = f'{{"model": "{models[0]}", {asked}}}'
+    show.out(f"try       curl -N {url}/{path} -H 'Content-Type: application/json' -d '{body}'")
+    if pictures is not None and len(models) > 1:
+        show.out(
+            f"          diffuse query --url {url} --model {models[1]} --prompt '{PICTURE_PROMPT}' --seed 7"
+        )
     show.out("stop      Ctrl+C")

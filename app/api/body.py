@@ -1,4 +1,4 @@
-"""Reads a request's JSON body, whatever its Content-Type, and refuses the hostile ones before they cost much."""
+"""Reads a request's body, JSON whatever its Content-Type says, and refuses the hostile ones before they cost much."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ class BodyLimits:
 
 async def read_json_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     """Return the body as a JSON object. Raises `ApiError` 400, 408, 413 or 415."""
+    raw = await read_body(request, limits)
+    return parse_object(raw) if len(raw) < PARSE_APART_BYTES else await asyncio.to_thread(parse_object, raw)
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
+    """Return the body as it is. Raises `ApiError` 400, 408, 413 or 415."""
     if {"content-length", "transfer-encoding"} <= set(request.headers):  # what smuggled requests look like
         raise invalid(None, "the body has two lengths", code="invalid_http", headers=CLOSE)
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise ApiError(415, "unsupported_encoding", "send the body uncompressed", headers=CLOSE)
     try:
         async with asyncio.timeout(limits.timeout_s):
-            raw = await _read(request, limits.size_bytes)
+            return await _read(request, limits.size_bytes)
     except TimeoutError:
         message = f"the body did not arrive within {limits.timeout_s:g} s"
         raise ApiError(408, "request_timeout", message, headers=CLOSE) from None
-    return parse_object(raw) if len(raw) < PARSE_APART_BYTES else await asyncio.to_thread(parse_object, raw)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 
 from app.engine.merge import StoppedError
 from app.engine.request import ModelStatus, ModelUnavailableError, RequestError
+from app.media.errors import MediaError
 from routing.errors import ErrorCode, LinkError, NoRouteError, ProtocolError, RemoteError, SecurityError
 from slicing.errors import LogitsError
 
@@ -126,6 +127,8 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
             return deadline_exceeded()
         case LogitsError():
             return ApiError(500, "compute_failed", "the model's output holds no token to choose")
+        case MediaError():
+            return ApiError(500, "encode_failed", str(error), headers=NO_RETRY)
         case StoppedError():
             return unavailable("shutting_down", "the gateway is shutting down", ROUTE_RETRY_S)
         case _:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api import picture_links
 from app.api.errors import ApiError, is_client_gone
 from app.api.scope import REQUEST_ID, TENANT
 from app.gateway import Gateway
@@ -118,7 +119,10 @@ def _bare(host: str) -> str:
 
 
 class ApiKeys:
-    """Asks for a key where keys are set. Health, docs and preflight stay open; metrics too, on loopback."""
+    """Asks for a key where keys are set. Health, docs and preflight stay open; metrics too, on loopback.
+
+    So do pictures under a URL, which is a secret of its own: a page shows them without the key.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], *, metrics_are_open: bool) -> None:
         self._app = app
@@ -132,7 +136,9 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        return scope["method"] == "OPTIONS" or scope["path"] in self._open_paths
+        path = scope["path"]
+        is_link = scope["method"] in ("GET", "HEAD") and path.startswith(picture_links.FOLDER)
+        return scope["method"] == "OPTIONS" or is_link or path in self._open_paths
 
     def _knows(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)

@@ -1,7 +1,8 @@
-"""Server-sent events as the chat clients can read them: bare `data:` frames and comments, nothing else.
+"""Server-sent events as the official clients can read them: `data:` frames and comments.
 
-No `id:`, no `retry:`, no named events and no empty frame: each of them crashes an official client (openai.md,
-sections 0 and 1.5). An answer that fails after its first frame says so in a frame and ends without `[DONE]`.
+No `id:`, no `retry:` and no empty frame anywhere, and no named events in a chat: each of them crashes an official
+client (openai.md, sections 0 and 1.5); streams of pictures and sounds name theirs as OpenAI does. An answer that
+fails after its first frame says so in a frame and ends without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def frame(chunk: Mapping[str, Any]) -> bytes:
     """Encode one chunk as one frame."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def named_frame(name: str, event: Mapping[str, Any]) -> bytes:
+    """Encode one event of an endpoint whose events have names: pictures, sounds and video jobs, never chat."""
+    return b"event: " + name.encode() + b"\n" + frame(event)
 
 
 class EventStream(Response):

@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.engine.coverage import SHORT_DIGITS
 from app.engine.local_models import is_here, is_hub_id
@@ -23,8 +23,14 @@ from app.engine.openable import OpenableModel, compute_thread, reason_of
 from app.engine.request import KnownModel, ModelUnavailableError, TextEngine
 from routing.errors import SettingsError
 from routing.types import NodeId
+from slicing.diffusion.source import is_pipeline
 from slicing.errors import ModelError
 from slicing.progress import Progress, StoppableProgress, no_progress
+
+if TYPE_CHECKING:  # what diffusion models need is imported with the first of them: it takes seconds
+    from app.engine.diffusion.model import LookedUpPipeline
+    from app.engine.diffusion.openable import OpenablePipeline
+    from app.engine.diffusion.request import DiffusionEngine
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +44,8 @@ POLL_S = 1.0  # suspicion and expiry change coverage without a message
 BUSY_RETRY_S = 10
 
 OnEvent = Callable[[dict[str, Any]], None]
+if TYPE_CHECKING:
+    AnyModel = OpenableModel | OpenablePipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ class NetworkLibrary:
         self._joined = joined
         self._progress = StoppableProgress(progress)
         self._on_event = on_event
-        self._models: dict[str, OpenableModel] = {}
+        self._models: dict[str, AnyModel] = {}
         self._refused: dict[str, _Refusal] = {}
         self._loader = compute_thread("loading", settings.ends.threads)
         self._news = asyncio.Event()
@@ -125,7 +133,7 @@ class NetworkLibrary:
     def unserved(self) -> dict[str, str]:
         return {name: refusal.reason for name, refusal in self._refused.items()}
 
-    async def engine(self, name: str) -> TextEngine:
+    async def engine(self, name: str) -> TextEngine | DiffusionEngine:
         model = self._models[name]
         if model.engine is None and not model.is_opening and not model.is_named:
             await self._make_room()
@@ -133,7 +141,7 @@ class NetworkLibrary:
 
     # The life of a library ------------------------------------------------------------------------------------
 
-    async def open_named(self) -> tuple[OpenableModel, ...]:
+    async def open_named(self) -> tuple[AnyModel, ...]:
         """Open the models that were named, in their order. Raises ModelError and SettingsError."""
         for named in self._settings.models:
             found = await self._look_up(named.model, name=named.name, may_fetch=True)
@@ -204,7 +212,7 @@ class NetworkLibrary:
         return {name: frozenset(digests[name]) for name in names}
 
     def _is_worth_a_look(self, name: str, digests: frozenset[bytes]) -> bool:
-        served = {model.found.facts.digest for model in self._models.values()}
+        served = {model.facts.digest for model in self._models.values()}
         if name in self._models or digests <= served:
             return False
         refusal = self._refused.get(name)
@@ -227,28 +235,32 @@ class NetworkLibrary:
         self._add(found, is_named=False)
         return None
 
-    async def _look_up(self, model: str, *, name: str | None, may_fetch: bool) -> LookedUp:
-        def work() -> LookedUp:
-            return look_up(
-                model, self._settings.ends, name=name, may_fetch=may_fetch, progress=self._progress
-            )
+    async def _look_up(self, model: str, *, name: str | None, may_fetch: bool) -> LookedUp | LookedUpPipeline:
+        def work() -> LookedUp | LookedUpPipeline:
+            ends, tell = self._settings.ends, self._progress
+            if not is_pipeline(model, may_fetch=may_fetch):
+                return look_up(model, ends, name=name, may_fetch=may_fetch, progress=tell)
+            from app.engine.diffusion.model import look_up_pipeline
+
+            return look_up_pipeline(model, ends, name=name, may_fetch=may_fetch, progress=tell)
 
         return await asyncio.get_running_loop().run_in_executor(self._loader, work)
 
-    def _add(self, found: LookedUp, *, is_named: bool) -> None:
-        self._models[found.facts.name] = OpenableModel(
-            found,
-            self._settings.ends,
-            self._joined.switchboard,
-            self._loader,
-            is_named=is_named,
-            excluded=self._settings.excluded,
-        )
+    def _add(self, found: LookedUp | LookedUpPipeline, *, is_named: bool) -> None:
+        shared = self._settings.ends, self._joined.switchboard, self._loader
+        excluded = self._settings.excluded
+        if isinstance(found, LookedUp):
+            model: AnyModel = OpenableModel(found, *shared, is_named=is_named, excluded=excluded)
+        else:
+            from app.engine.diffusion.openable import OpenablePipeline
+
+            model = OpenablePipeline(found, *shared, is_named=is_named, excluded=excluded)
+        self._models[found.facts.name] = model
         self._follow()
 
     def _follow(self) -> None:
         """Have the directory keep links to the nodes of our models."""
-        digests = frozenset(model.found.facts.digest for model in self._models.values())
+        digests = frozenset(model.facts.digest for model in self._models.values())
         self._joined.directory.interests = digests
 
     async def _make_room(self) -> None:
@@ -266,6 +278,6 @@ class NetworkLibrary:
         await min(idle, key=lambda model: model.last_used).close()
 
 
-def _is_idle(model: OpenableModel) -> bool:
+def _is_idle(model: AnyModel) -> bool:
     is_quiet = time.monotonic() - model.last_used > IDLE_S
     return is_quiet and model.engine is not None and model.engine.num_running == 0

@@ -12,19 +12,26 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from slicing.diffusion.packaged import packaged_pipeline
+from slicing.diffusion.pipeline_index import INDEX_NAME
 from slicing.gguf import PACKAGED
 from slicing.model_source import HUB_ID
 
+CONFIG_NAMES = ("config.json", INDEX_NAME)  # one of them makes a folder a text model or a diffusion model
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")  # one part of a path, and no hidden one
 
 
 def is_here(name: str) -> bool:
-    """Whether `open_checkpoint(name, may_fetch=False)` has something to open; looks at files only."""
+    """Whether a model of this name can be opened without fetching anything; looks at files only."""
+    if (folder := packaged_pipeline(name)) is not None:
+        return folder.is_dir()
     if name in PACKAGED:
         return importlib.util.find_spec(PACKAGED[name].module) is not None
     if is_hub_id(name):
         return _is_cached(name)
-    return FOLDER_NAME.fullmatch(name) is not None and (Path(name) / "config.json").is_file()
+    if FOLDER_NAME.fullmatch(name) is None:
+        return False
+    return any((Path(name) / config).is_file() for config in CONFIG_NAMES)
 
 
 def is_hub_id(name: str) -> bool:
@@ -35,6 +42,9 @@ def is_hub_id(name: str) -> bool:
 def _is_cached(name: str) -> bool:
     repo, _, revision = name.partition("@")
     try:
-        return isinstance(try_to_load_from_cache(repo, "config.json", revision=revision or None), str)
+        return any(
+            isinstance(try_to_load_from_cache(repo, config, revision=revision or None), str)
+            for config in CONFIG_NAMES
+        )
     except ValueError:  # no name that a hub would give
         return False

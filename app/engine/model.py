@@ -33,7 +33,7 @@ class EndsSettings:
 
     ends: Literal["local", "remote"] = "local"
     local_layers: tuple[int, int] = (1, 0)
-    wire: Literal["auto", "bf16"] = "auto"
+    wire: Literal["auto", "bf16", "int8-delta"] = "auto"  # the last: for diffusion models only
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: Literal["auto", "bf16", "fp32", "int8"] = "auto"  # see `slicing.load_runner`
     runner: Literal["auto", "fast", "invariant", "plain"] = "auto"
@@ -42,6 +42,9 @@ class EndsSettings:
     prefill_chunk: int = PREFILL_CHUNK
     max_positions: int | None = None
     cache_dir: Path | None = None
+    per_block: bool = (
+        False  # of diffusion models: every block a pass of its own, for those that are no plain thread
+    )
     prefix_secret: bytes = field(
         default=b"", repr=False
     )  # of a fleet; b"": this gateway's own, made at each start
@@ -54,6 +57,11 @@ class EndsSettings:
     @property
     def wire_dtype(self) -> WireDtype | None:
         return WireDtype.BFLOAT16 if self.wire == "bf16" else None
+
+    @property
+    def call_wire(self) -> Literal["compute", "bf16", "int8-delta"]:
+        """How the hidden states of diffusion models travel."""
+        return "compute" if self.wire == "auto" else self.wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,8 @@ def look_up(
     progress: Progress = no_progress,
 ) -> LookedUp:
     """Read what there is to know without weights. Raises ModelError, SettingsError, LoadStopped."""
+    if settings.wire == "int8-delta":
+        raise SettingsError(f"--wire int8-delta is for models that make pictures; {name or model} makes text")
     checkpoint = open_checkpoint(model, cache_dir=settings.cache_dir, progress=progress, may_fetch=may_fetch)
     config = checkpoint.config
     limit = max_positions(config)

@@ -10,12 +10,14 @@ import asyncio
 import logging
 import secrets
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from app.engine.coverage import Coverage, route_request
+from app.engine.coverage import Coverage, ModelFacts, route_request
 from app.engine.ends_queue import EndsQueue
 from app.engine.model import EndsSettings, LookedUp, load_ends
 from app.engine.prefix import PrefixCache
@@ -33,6 +35,15 @@ log = logging.getLogger(__name__)
 FAILED_S = 60.0  # before a load that failed is tried again: files are mended by hand, not within seconds
 
 
+class CountsRunning(Protocol):
+    """An engine, as far as a library looks at it: how many answers it is making."""
+
+    num_running: int
+
+
+Engine = TypeVar("Engine", bound=CountsRunning)
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """Why the ends could not be loaded, in words for clients."""
@@ -41,58 +52,43 @@ class _Failure:
     until: float  # on time.monotonic
 
 
-class OpenableModel:
-    """One model: closed, being opened, open, or failed. Use `close` at the end, and before it is opened again."""
+class Openable(ABC, Generic[Engine]):
+    """One model: closed, being opened, open, or failed. Use `close` at the end, and before it is opened again.
 
-    def __init__(
-        self,
-        found: LookedUp,
-        settings: EndsSettings,
-        switchboard: Switchboard,
-        loader: Executor,
-        *,
-        is_named: bool = False,
-        excluded: frozenset[NodeId] = frozenset(),
-    ) -> None:
-        self.found = found
+    What kinds of models differ in is how they are loaded, and when their nodes cover them.
+    """
+
+    def __init__(self, facts: ModelFacts, created: int, loader: Executor, *, is_named: bool) -> None:
+        self.facts = facts
+        self.created = created
         self.is_named = (
             is_named  # by --model: listed whether it has a route or not, and never closed to make room
         )
-        self.engine: ChainTextEngine | None = None
+        self.engine: Engine | None = None
         self.load_s = 0.0
         self.last_used = 0.0  # on time.monotonic
-        self._settings = settings
-        self._switchboard = switchboard
         self._loader = loader
-        self._excluded = excluded
-        self._coverage = Coverage(
-            route_request(found.facts, found.middle, is_thin=settings.is_thin, excluded=excluded)
-        )
-        self._opening: asyncio.Task[ChainTextEngine] | None = None
+        self._opening: asyncio.Task[Engine] | None = None
         self._progress = StoppableProgress(no_progress)
-        self._ends: EndsQueue | None = None
         self._failure: _Failure | None = None
-        self._prefixes: PrefixCache | None = None
 
     @property
     def is_opening(self) -> bool:
         return self._opening is not None
 
+    @abstractmethod
     def known(self, records: tuple[NodeRecord, ...]) -> KnownModel:
         """Say how the model stands, with these nodes."""
-        covered = self._coverage.status(records)
-        facts = self.found.facts
-        return KnownModel(
-            facts.name,
-            self._status(covered) if covered.is_ready else covered,
-            self.found.created,
-            facts.max_positions,
-            is_listed=self.is_named or covered.is_ready,
-            ends=None if self._ends is None else self._ends.counts,
-            prefixes=None if self._prefixes is None else self._prefixes.counts,
-        )
 
-    async def open(self, progress: Progress = no_progress) -> ChainTextEngine:
+    @abstractmethod
+    async def _load(self) -> Engine:
+        """Load it; blocking work goes to `self._loader`, and reports to `self._progress`."""
+
+    @abstractmethod
+    async def _let_go(self) -> None:
+        """Free what was loaded."""
+
+    async def open(self, progress: Progress = no_progress) -> Engine:
         """Return the engine, loading the ends first if they are not here. Cancelling the caller stops nothing.
 
         Raises ModelUnavailableError, with the error below as its cause where it was this load that failed.
@@ -101,7 +97,7 @@ class OpenableModel:
         if self.engine is not None:
             return self.engine
         if (failure := self._recent_failure()) is not None:
-            raise _failed(self.found.facts.name, failure.reason)
+            raise _failed(self.facts.name, failure.reason)
         if self._opening is None:
             self._progress = StoppableProgress(progress)
             self._opening = asyncio.create_task(self._open())
@@ -114,30 +110,88 @@ class OpenableModel:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
         self.engine = None
-        if (ends := self._ends) is not None:
-            self._ends = None
-            await ends.close()
-        if self._prefixes is not None:
-            self._prefixes.close()
-            self._prefixes = None
+        await self._let_go()
 
-    async def _open(self) -> ChainTextEngine:
+    async def _open(self) -> Engine:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
-            runner, tokenizer = await loop.run_in_executor(
-                self._loader, load_ends, self.found, self._settings, self._progress
-            )
+            engine = await self._load()
         except Exception as error:
             raise self._note_failure(error) from error
         finally:
             self._opening = None
         self.load_s = loop.time() - begun
+        self.engine = engine
+        return engine
+
+    def _status(self, covered: ModelStatus) -> ModelStatus:
+        """The status of a model whose nodes cover so much of it."""
+        if self.engine is not None or not covered.is_ready:
+            return covered
+        if self.is_opening:
+            return replace(covered, state="loading")
+        if (failure := self._recent_failure()) is not None:
+            return replace(covered, state="failed", reason=failure.reason)
+        return replace(covered, state="available")
+
+    def _recent_failure(self) -> _Failure | None:
+        failure = self._failure
+        return failure if failure is not None and time.monotonic() < failure.until else None
+
+    def _note_failure(self, error: Exception) -> ModelUnavailableError:
+        name = self.facts.name
+        reason = reason_of(error)
+        self._failure = _Failure(reason, time.monotonic() + FAILED_S)
+        log.warning("model %s cannot be opened: %s", name, error)
+        return _failed(name, reason)
+
+
+class OpenableModel(Openable[ChainTextEngine]):
+    """A text model."""
+
+    def __init__(
+        self,
+        found: LookedUp,
+        settings: EndsSettings,
+        switchboard: Switchboard,
+        loader: Executor,
+        *,
+        is_named: bool = False,
+        excluded: frozenset[NodeId] = frozenset(),
+    ) -> None:
+        super().__init__(found.facts, found.created, loader, is_named=is_named)
+        self.found = found
+        self._settings = settings
+        self._switchboard = switchboard
+        self._excluded = excluded
+        self._coverage = Coverage(
+            route_request(found.facts, found.middle, is_thin=settings.is_thin, excluded=excluded)
+        )
+        self._ends: EndsQueue | None = None
+        self._prefixes: PrefixCache | None = None
+
+    def known(self, records: tuple[NodeRecord, ...]) -> KnownModel:
+        covered = self._coverage.status(records)
+        return KnownModel(
+            self.facts.name,
+            self._status(covered),
+            self.created,
+            self.facts.max_positions,
+            is_listed=self.is_named or covered.is_ready,
+            ends=None if self._ends is None else self._ends.counts,
+            prefixes=None if self._prefixes is None else self._prefixes.counts,
+        )
+
+    async def _load(self) -> ChainTextEngine:
+        runner, tokenizer = await asyncio.get_running_loop().run_in_executor(
+            self._loader, load_ends, self.found, self._settings, self._progress
+        )
         if runner is not None:
             self._ends = EndsQueue(runner, self.found.middle)
             await self._ends.use_threads(self._settings.threads)
-        self.engine = ChainTextEngine(
-            self.found.facts,
+        return ChainTextEngine(
+            self.facts,
             tokenizer,
             self._switchboard,
             self._ends,
@@ -147,39 +201,25 @@ class OpenableModel:
             excluded=self._excluded,
             prefixes=self._new_prefixes(),
         )
-        return self.engine
+
+    async def _let_go(self) -> None:
+        if (ends := self._ends) is not None:
+            self._ends = None
+            await ends.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
+            self._prefixes = None
 
     def _new_prefixes(self) -> PrefixCache:
         """What earlier answers left; an empty one for each time that the ends are opened."""
         secret = self._settings.prefix_secret
         self._prefixes = PrefixCache(
             secret or secrets.token_bytes(32),
-            self.found.facts.digest,
-            has_ends=self.found.middle != SliceSpec(0, self.found.facts.num_layers),
+            self.facts.digest,
+            has_ends=self.found.middle != SliceSpec(0, self.facts.num_layers),
             guesses=bool(secret),
         )
         return self._prefixes
-
-    def _status(self, whole: ModelStatus) -> ModelStatus:
-        """The status of a model that has a whole route."""
-        if self.engine is not None:
-            return whole
-        if self.is_opening:
-            return replace(whole, state="loading")
-        if (failure := self._recent_failure()) is not None:
-            return replace(whole, state="failed", reason=failure.reason)
-        return replace(whole, state="available")
-
-    def _recent_failure(self) -> _Failure | None:
-        failure = self._failure
-        return failure if failure is not None and time.monotonic() < failure.until else None
-
-    def _note_failure(self, error: Exception) -> ModelUnavailableError:
-        name = self.found.facts.name
-        reason = reason_of(error)
-        self._failure = _Failure(reason, time.monotonic() + FAILED_S)
-        log.warning("model %s cannot be opened: %s", name, error)
-        return _failed(name, reason)
 
 
 def compute_thread(name: str, num_threads: int) -> ThreadPoolExecutor:
@@ -201,6 +241,6 @@ def _failed(name: str, reason: str) -> ModelUnavailableError:
     return ModelUnavailableError("model_failed", f"the model `{name}`: {reason}", int(FAILED_S))
 
 
-def _retrieve(task: asyncio.Task[ChainTextEngine]) -> None:
+def _retrieve(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()

@@ -14,9 +14,11 @@ from app.engine.drafts import DraftMode
 from app.engine.route_options import ANY_ROUTE, RouteOptions
 
 if TYPE_CHECKING:
+    from app.engine.diffusion.request import DiffusionEngine
     from app.engine.prefix import PrefixCounts
     from app.engine.tokenizer import ChatTokenizer
     from slicing.batching import BatchCounts
+    from slicing.diffusion.kinds import Kind
     from slicing.sampler import SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -189,6 +191,7 @@ class KnownModel:
     is_listed: bool = True
     ends: BatchCounts | None = None  # what its ends computed, while they are here
     prefixes: PrefixCounts | None = None  # what is kept of its answers, while it is open
+    kind: Kind | None = None  # of what a diffusion model makes; None: a text model
 
 
 class Library(Protocol):
@@ -206,10 +209,10 @@ class Library(Protocol):
         """Return names that nodes announce and that are not served here, each with the reason."""
         ...
 
-    async def engine(self, name: str) -> TextEngine:
-        """Return a known model's engine, loading its ends if need be; may take long, and may be cancelled.
+    async def engine(self, name: str) -> TextEngine | DiffusionEngine:
+        """Return a known model's engine, of the kind that `KnownModel.kind` says, loading its ends if need be.
 
-        Raises `ModelUnavailableError`.
+        May take long, and may be cancelled. Raises `ModelUnavailableError`.
         """
         ...
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 from app.engine.request import KnownModel, TextEngine
+
+if TYPE_CHECKING:
+    from app.engine.diffusion.request import DiffusionEngine
+
+    AnyEngine = TextEngine | DiffusionEngine
 
 
 class Shelf:
     """A `Library` over engines by name; they may be added to later."""
 
-    def __init__(self, engines: Mapping[str, TextEngine]) -> None:
+    def __init__(self, engines: Mapping[str, AnyEngine]) -> None:
         self._engines = engines
 
     def models(self) -> tuple[KnownModel, ...]:
@@ -23,9 +29,13 @@ class Shelf:
     def unserved(self) -> dict[str, str]:
         return {}
 
-    async def engine(self, name: str) -> TextEngine:
+    async def engine(self, name: str) -> AnyEngine:
         return self._engines[name]
 
 
-def _known(name: str, engine: TextEngine) -> KnownModel:
+def _known(name: str, engine: AnyEngine) -> KnownModel:
+    if hasattr(engine, "kind"):
+        pictures = cast("DiffusionEngine", engine)
+        longest = pictures.defaults.max_text or 0
+        return KnownModel(name, engine.coverage(), pictures.created, longest, kind=pictures.kind)
     return KnownModel(name, engine.coverage(), engine.tokenizer.created, engine.max_positions)

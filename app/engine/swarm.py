@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from app.engine.library import LibrarySettings, NamedModel, opened_library
 from app.engine.model import EndsSettings
-from app.engine.network import FIRST_LOOK_S, MemberSettings, open_network
+from app.engine.network import FIRST_LOOK_S, JoinedNetwork, MemberSettings, open_network
+from app.engine.openable import OpenableModel
+from app.engine.request import ModelStatus
 from app.engine.text import PREFILL_CHUNK, ChainTextEngine
 from routing.address_policy import Scope
 from routing.directory import LiveDirectory
@@ -24,7 +26,11 @@ from routing.network import Network
 from routing.switchboard import Switchboard
 from routing.types import NodeAddress
 from slicing.checkpoint import Checkpoint
+from slicing.errors import ModelError
 from slicing.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from app.engine.library import AnyModel
 
 FIRST_ROUTE_S = 10.0  # gossip has gone round by then, and what it named was asked
 
@@ -40,7 +46,7 @@ class SwarmSettings:
     bootstraps: tuple[NodeAddress, ...] = ()
     ends: Literal["local", "remote"] = "local"
     local_layers: tuple[int, int] = (1, 0)
-    wire: Literal["auto", "bf16"] = "auto"
+    wire: Literal["auto", "bf16", "int8-delta"] = "auto"
     psk: bytes | None = field(default=None, repr=False)
     accepted_psks: tuple[bytes, ...] = field(default=(), repr=False)
     scope: Scope | None = None
@@ -117,6 +123,18 @@ async def open_swarm(
     seconds. Raises ModelError (slicing) when the model cannot be opened or cut, SettingsError for settings that
     contradict it.
     """
+    async with joined_model(settings, progress=progress, wait_for_nodes=wait_for_nodes) as (joined, model):
+        if not isinstance(model, OpenableModel):
+            raise ModelError(f"{model.facts.name} makes no text")
+        engine = await model.open()
+        yield Swarm(engine, model.found.checkpoint, joined.network, joined.switchboard, model.load_s)
+
+
+@contextlib.asynccontextmanager
+async def joined_model(
+    settings: SwarmSettings, *, progress: Progress = no_progress, wait_for_nodes: bool = True
+) -> AsyncIterator[tuple[JoinedNetwork, AnyModel]]:
+    """Join, and open the model, of whatever kind; see `open_swarm`."""
     async with (
         open_network(settings.member) as joined,
         opened_library(settings.library, joined, progress=progress) as library,
@@ -126,16 +144,16 @@ async def open_swarm(
         if wait_for_nodes:
             await joined.network.first_look(FIRST_LOOK_S)
         if wait_for_nodes and settings.bootstraps:
-            await _covered(engine, joined.directory, FIRST_ROUTE_S)
-        yield Swarm(engine, model.found.checkpoint, joined.network, joined.switchboard, model.load_s)
+            await _covered(engine.coverage, joined.directory, FIRST_ROUTE_S)
+        yield joined, model
 
 
-async def _covered(engine: ChainTextEngine, directory: LiveDirectory, within_s: float) -> None:
+async def _covered(coverage: Callable[[], ModelStatus], directory: LiveDirectory, within_s: float) -> None:
     """Wait until a whole route is known, or the time is over."""
     news = asyncio.Event()
     directory.on_change.append(news.set)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
-            while not engine.coverage().is_ready:
+            while not coverage().is_ready:
                 news.clear()
                 await news.wait()

@@ -215,6 +215,8 @@ async def test_the_api_describes_itself(served: Served) -> None:
     assert {"ChatRequest", "ChatMessage", "ChatCompletion", "ErrorEnvelope"} <= set(schemas)
     assert "ErrorEnvelope" in str(chat["responses"]["4XX"])
     assert set(described["paths"]) == {
-        PATH, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics"
+        PATH, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics",
+        "/v1/images/generations", "/v1/images/content/{name}", "/v1/audio/speech",
+        "/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/content", "/v1/videos/{id}/events",
     }  # fmt: skip
     assert (await served.http.get("/docs")).status_code == 200

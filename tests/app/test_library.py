@@ -174,6 +174,7 @@ async def test_nothing_is_fetched_because_a_stranger_announced_it(
         asked.append((model, may_fetch))
         raise ModelError("no hub in tests")
 
+    monkeypatch.setattr(library_module, "is_pipeline", lambda model, may_fetch: False)
     monkeypatch.setattr(library_module, "look_up", refuse)
     async with library() as (models, directory):
         directory.now_holds(*whole(OTHER, name="org/name"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +132,17 @@ def test_drafts_and_the_form_of_the_ends_are_chosen_by_flags(monkeypatch: pytest
     assert (chosen.library.ends.weights, chosen.library.ends.runner) == ("int8", "invariant")
     monkeypatch.setenv("DIFFUSE_DRAFT", "lookup")
     assert start(monkeypatch, "--node", NODE).gateway.draft == "lookup"
+
+
+def test_videos_are_kept_by_port_unless_a_flag_says_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DIFFUSE_STATE", str(tmp_path))
+    assert (
+        start(monkeypatch, "--node", NODE).gateway.videos_dir is None
+    )  # any free port: none to come back to
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = start(monkeypatch, "--node", NODE, "--listen", f"127.0.0.1:{port}")
+    assert started.gateway.videos_dir == tmp_path / "videos" / str(port)
+    assert start(monkeypatch, "--node", NODE, "--videos-dir", "v").gateway.videos_dir == Path("v")

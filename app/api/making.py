@@ -1,0 +1,145 @@
+"""One accepted request for pictures, videos or sounds while it is made: events from the engine, counted and bounded.
+
+Every request ends in exactly one way, counted once: finished, failed, or aborted because the client left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.api.messages import Lenient
+from app.diffusion_metrics import DiffusionMeter
+from app.engine.diffusion.request import (
+    DiffusionEngine,
+    DiffusionEvent,
+    DiffusionRequest,
+    DiffusionTimings,
+    Made,
+)
+from app.engine.merge import merge
+from app.engine.request import RouteHop
+from app.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+Item = tuple[int, DiffusionEvent] | None
+
+
+@dataclass(slots=True)
+class Making:
+    """The answers of one request, from admission to their end."""
+
+    gateway: Gateway
+    engine: DiffusionEngine
+    requests: Sequence[DiffusionRequest] = field(repr=False)
+    meter: DiffusionMeter
+    request_id: str
+
+    async def events(self, *, silence_s: float = float("inf")) -> AsyncGenerator[Item, None]:
+        """Yield (index of the answer, event), and None whenever nothing came for `silence_s`."""
+        with self._accounted():
+            generators = [self.engine.generate(request) for request in self.requests]
+            limit_s = self.gateway.settings.request_timeout_s
+            merging = merge(generators, silence_s=silence_s, stop=self.gateway.stop, time_limit_s=limit_s)
+            async with aclosing(merging) as events:
+                async for item in events:
+                    if item is not None:
+                        self.meter.count(item[1])
+                    yield item
+
+    async def made(self) -> AsyncGenerator[tuple[int, Made], None]:
+        """Yield each answer once it is there, with its index."""
+        async with aclosing(self.events()) as events:
+            async for item in events:
+                match item:
+                    case (index, Made() as made):
+                        yield index, made
+
+    @contextmanager
+    def _accounted(self) -> Iterator[None]:
+        with self.gateway.admit(len(self.requests)):
+            self.meter.begin()
+            outcome = "failed"
+            try:
+                yield
+                outcome = "finished"
+                self.meter.count_answered()
+            except (asyncio.CancelledError, GeneratorExit):
+                outcome = "aborted"
+                self.meter.count_aborted()
+                raise
+            finally:
+                self.meter.end()
+                log.info(
+                    "request %s: %s of %s, %d answers of %s steps",
+                    self.request_id,
+                    outcome,
+                    self.engine.model_name,
+                    len(self.requests),
+                    self.requests[0].steps,
+                )
+
+
+class HopField(Lenient):
+    """One hop of a route: the first digits of the node's id, and its blocks (half-open)."""
+
+    node: str
+    layers: tuple[int, int]
+    path: str
+
+
+class MadeTimings(Lenient):
+    """Where an answer's time went, in seconds, as `app.engine.diffusion.request.DiffusionTimings` has it."""
+
+    total_s: float
+    encode_s: float
+    steps_s: float
+    decode_s: float
+    steps: int
+    compute_s: float
+    network_s: float
+    crypto_s: float
+    queue_s: float
+    passes: int
+    patched: int
+    prefetched: int
+    hits: int
+    bytes_sent: int
+    bytes_received: int
+    busy: tuple[float, ...]
+
+
+def timings_of(timings: DiffusionTimings) -> MadeTimings:
+    return MadeTimings(**{name: getattr(timings, name) for name in MadeTimings.model_fields})
+
+
+def route_of(hops: Sequence[RouteHop]) -> list[HopField]:
+    """The route that an answer ended on."""
+    return [
+        HopField(node=hop.node, layers=(hop.start, hop.end), path="relayed" if hop.is_relayed else "direct")
+        for hop in hops
+    ]
+
+
+def timing_headers(timings: DiffusionTimings) -> dict[str, str]:
+    """Say where the time went: `Server-Timing` (W3C, in milliseconds) and OpenAI's own header."""
+    parts: dict[str, Any] = {
+        "total": timings.total_s,
+        "encode": timings.encode_s,
+        "steps": timings.steps_s,
+        "decode": timings.decode_s,
+        "compute": timings.compute_s,
+        "network": timings.network_s,
+        "crypto": timings.crypto_s,
+        "queue": timings.queue_s,
+    }
+    entries = [f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts.items()]
+    return {
+        "server-timing": ", ".join(entries),
+        "openai-processing-ms": str(round(timings.total_s * 1000)),
+    }
