@@ -149,12 +149,15 @@ async def test_branches_take_a_group_of_nodes_each_and_go_on_when_one_group_is_l
     assert made_bytes(last) == made_bytes(made) == whole_bytes(tiny_pipelines, "wan", pipeline, request)
 
 
-@pytest.mark.parametrize(("replicas", "bar"), [(1, 0.80), (2, 0.60)])
+@pytest.mark.parametrize(("replicas", "bar"), [(1, 0.85), (2, 0.65)])
 async def test_the_other_branch_fills_the_stages_or_a_group_of_its_own(
     opened: Open, replicas: int, bar: float
 ) -> None:
-    """Two stages that take so long for a pass that nothing else counts; the first step cannot be guessed."""
-    pipeline, request = opened("wan"), request_for("wan", steps=6)
+    """Two stages that take so long for a pass that little else counts; the first step cannot be guessed.
+
+    By the schedule it is 0.78 and 0.55; the rest is for machines that do much else.
+    """
+    pipeline, request = opened("wan"), request_for("wan", steps=10)
     seconds = {}
     async with home() as here:
         for node in await picture_nodes(here, pipeline, (2,), replicas=replicas):
@@ -162,7 +165,7 @@ async def test_the_other_branch_fills_the_stages_or_a_group_of_its_own(
         for prefetches in (False, True):
             backend = ChainBackend(pipeline.facts, pipeline.source.remote, here.switchboard)
             made = await draw(PipelineEngine(pipeline, backend, prefetches=prefetches), request)
-            assert made.timings.hits == (5 if prefetches else 0)
+            assert made.timings.hits == (9 if prefetches else 0)
             seconds[prefetches] = made.timings.steps_s
     assert seconds[True] / seconds[False] < bar, seconds
 
