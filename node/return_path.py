@@ -80,6 +80,8 @@ class ReturnPath:
         """The best live link that the session's gateway has with us: one that is not silent, direct, the newest."""
         assert self._endpoint is not None
         links = [link for link in self._endpoint.links_to(session.entry.gateway_id) if not link.is_closed]
+        if len(links) == 1:
+            return links[0]
         return next(
             (link for link in links if link.silent_for_s < STALE_AFTER_S), links[0] if links else None
         )

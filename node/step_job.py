@@ -32,7 +32,7 @@ from routing.types import (
 )
 from slicing.batch import Cache, Runner, Work
 from slicing.batching import Dropped, Lane
-from slicing.buffers import DTYPES, from_buffer, to_buffer
+from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
 from slicing.runner import Cancelled, CannotRollBack
 from slicing.sampler import Sampler, SamplingParams
 
@@ -360,7 +360,7 @@ def checked(hidden_states: torch.Tensor, hop: int) -> torch.Tensor:
 
     What a gateway sends is its own fault; what a node sent may be better on another route.
     """
-    if bool(hidden_states.isfinite().all()):
+    if all_finite(hidden_states):
         return hidden_states
     text = "hidden states that are infinite or no numbers"
     raise WorkError(ErrorCode.COMPUTE, text) if hop else ProtocolError(ErrorCode.MALFORMED, text)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from routing import live_route, sealing
 from routing.answers import ChainTimes
@@ -186,7 +187,7 @@ class Chain:
         recorded.answer = None  # not kept: a long session's answers are as large as its steps
         if recorded.is_call:
             self._recording.forget(recorded)
-            self._note_progress()
+            self._note_progress(recorded.answered_epoch)
         return answer
 
     async def _arrived(self, recorded: RecordedStep) -> Answer:
@@ -251,10 +252,13 @@ class Chain:
         recorded.wire_back, recorded.answered_epoch = sent.wire_back, answer.epoch
         recorded.answer.set_result(opened)
         if not recorded.is_call:  # that is progress once somebody has looked at it
-            self._note_progress()
+            self._note_progress(answer.epoch)
 
-    def _note_progress(self) -> None:
-        self._blame.note_progress()
+    def _note_progress(self, epoch: int) -> None:
+        """An answer came over the route of this epoch, and is right as far as can be seen."""
+        route = self.route if epoch == self.epoch else None
+        nodes = frozenset(hop.address.node_id for hop in route.hops) if route else frozenset()
+        self._blame.note_progress(nodes, time.monotonic())
         self._is_proved, self._starts_over = True, False
 
     def take_failure(self, peer_id: NodeId, failure: Failure) -> None:
@@ -504,9 +508,13 @@ class Chain:
             self._switch.deliver(node_id, Cancel(self.session_id, epoch, proof))
 
 
-@contextlib.asynccontextmanager
-async def _within(deadline_s: float | None) -> AsyncIterator[None]:
+def _within(deadline_s: float | None) -> AbstractAsyncContextManager[None]:
     """Raise WorkError DEADLINE when what is inside takes longer."""
+    return contextlib.nullcontext() if deadline_s is None else _limited(deadline_s)
+
+
+@contextlib.asynccontextmanager
+async def _limited(deadline_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(deadline_s):
             yield

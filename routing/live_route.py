@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from routing.endpoint import STALE_AFTER_S
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
 from routing.link import Link
 from routing.opening import ChainOptions, RouteKeys, opening_of
-from routing.parts import Assembly, parts_of
+from routing.parts import Assembly, most_of_answer, parts_of
 from routing.recorded import RecordedStep
 from routing.route_watch import Due, RouteWatch
 from routing.switch import Switch
@@ -85,6 +86,8 @@ class LiveRoute:
         self._better: Link | None = None  # a link to the first hop that the session should move to
         self._rebuilt: list[RecordedStep] = []  # what nodes may compute again before the next answer
         self._waits_for = 0  # the step that a replay waits for
+        self._num_waiting = 0  # of `wait`, while which somebody looks out
+        self._look_timer: asyncio.TimerHandle | None = None
         self._watch = RouteWatch(
             route,
             keys,
@@ -145,6 +148,8 @@ class LiveRoute:
     def close(self) -> None:
         """Stop asking its links for signs of life."""
         self._heartbeats.close()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
 
     def _use(self, hop: int, link: Link) -> None:
         self._links[hop] = link
@@ -246,7 +251,7 @@ class LiveRoute:
             if StepFlag.SEALED in answer.flags:
                 answer = sealing.open_answer(self.keys.answer_key, answer)
             if sent.recorded.is_call and answer.kind is AnswerKind.CALL:
-                if (whole := self._whole(answer)) is None:
+                if (whole := self._whole(answer, len(sent.recorded.payload))) is None:
                     self._watch.note_progress()
                     return None
                 answer = whole
@@ -261,9 +266,10 @@ class LiveRoute:
         self._note_progress()
         return sent, answer
 
-    def _whole(self, part: Answer) -> Answer | None:
-        """The answer of a call, once this was its last part. Raises ProtocolError."""
-        payloads = self._parts.setdefault(part.step, Assembly()).add(part)
+    def _whole(self, part: Answer, call_bytes: int) -> Answer | None:
+        """The answer of a call of so many bytes, once this was its last part. Raises ProtocolError."""
+        assembly = self._parts.setdefault(part.step, Assembly(most_of_answer(call_bytes)))
+        payloads = assembly.add(part)
         if payloads is None:
             return None
         del self._parts[part.step]
@@ -360,16 +366,36 @@ class LiveRoute:
 
     async def wait(self, future: asyncio.Future[Any]) -> Trouble | None:
         """Wait for a future, or for trouble; look out for silent nodes and overdue steps meanwhile."""
-        while not future.done() and not self.trouble.done():
-            asked_at = time.monotonic()
-            waits = {future, self.trouble}
-            await asyncio.wait(waits, timeout=SUSPECT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            was_stopped = time.monotonic() - asked_at > STOPPED_S  # then it was us who were silent
-            if was_stopped:
-                self._watch.note_progress()
-            elif not future.done() and not self.trouble.done():
-                self._watch.look(self._due)
+        if not future.done() and not self.trouble.done():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            wake = functools.partial(_wake, waiter)
+            future.add_done_callback(wake)
+            self.trouble.add_done_callback(wake)
+            self._num_waiting += 1
+            if self._look_timer is None:
+                self._look_soon()
+            try:
+                await waiter
+            finally:
+                self._num_waiting -= 1
+                future.remove_done_callback(wake)
+                self.trouble.remove_done_callback(wake)
         return None if future.done() else self.trouble.result()
+
+    def _look_soon(self) -> None:
+        """One timer for all tokens: each is waited for much shorter than it runs."""
+        due = time.monotonic() + SUSPECT_POLL_S
+        self._look_timer = asyncio.get_running_loop().call_later(SUSPECT_POLL_S, self._look, due)
+
+    def _look(self, due: float) -> None:
+        self._look_timer = None
+        if not self._num_waiting or not self.is_live:
+            return
+        self._look_soon()
+        if time.monotonic() - due > STOPPED_S:  # then it was us who were silent
+            self._watch.note_progress()
+        else:
+            self._watch.look(self._due)
 
     async def wait_done(self, number: int) -> Trouble | None:
         """Wait until every hop that we can ask has done a step."""
@@ -402,12 +428,17 @@ class LiveRoute:
         return Trouble(error, is_seen=True, node_id=node_id, is_node_up=is_up)
 
     def wrong(self, error: RemoteError) -> Trouble:
-        """A call's answer is wrong: the last hop did it, or passed on what the one before it did."""
+        """A call's answer is wrong: the last hop did it, or passed on what one before it did."""
         last = len(self.route.hops) - 1 if error.hop is None else error.hop
         error.hop = last
         before = self._node_at(last - 1)
         return Trouble(
-            error, is_seen=True, node_id=self._node_at(last), before=before, is_node_up=before is not None
+            error,
+            is_seen=True,
+            node_id=self._node_at(last),
+            before=before,
+            is_node_up=before is not None,
+            suspects=frozenset(hop.address.node_id for hop in self.route.hops),
         )
 
     def _due(self) -> Due:
@@ -432,6 +463,11 @@ class LiveRoute:
     def _node_at(self, hop: int) -> NodeId | None:
         hops = self.route.hops
         return hops[hop].address.node_id if 0 <= hop < len(hops) else None
+
+
+def _wake(waiter: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _printable(text: str) -> str:

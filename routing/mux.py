@@ -45,6 +45,7 @@ class FrameType(IntEnum):
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
+_NAMES = {int(kind): kind.name for kind in FrameType}
 _BODY_SIZES = {
     FrameType.CREDIT: 4,
     FrameType.FIN: 0,
@@ -319,8 +320,7 @@ class Mux:
 
 def frame_name(frame: Buffer) -> str:
     """Return the type name of a frame, for counters."""
-    kind = _TYPES.get(frame[0]) if frame else None
-    return "UNKNOWN" if kind is None else kind.name
+    return _NAMES.get(frame[0], "UNKNOWN") if frame else "UNKNOWN"
 
 
 def _parse(view: memoryview) -> tuple[FrameType | None, int, int, int]:

@@ -22,6 +22,7 @@ from routing.records import (
 )
 from routing.types import Buffer
 
+_LAST = int(RecordFlag.END | RecordFlag.ABORT)
 _MAX_OPEN_BYTES = MAX_IN_FLIGHT // 2  # of one link: two links stay within what a peer accepts from us
 # Messages that wait in one lane. Answers, gossip and the like: a peer that asks and does not read must not fill our
 # memory. A session's: a replay, one step for each position of a long text.
@@ -200,7 +201,7 @@ class Outbox:
         flags, pieces = self._next_record(outgoing, size)
         self._sealer.seal_into(out, outgoing.kind, flags, outgoing.message_id, pieces, pad)
         outgoing.seal_ns += time.perf_counter_ns() - started
-        is_last = bool(flags & (RecordFlag.END | RecordFlag.ABORT))
+        is_last = bool(int(flags) & _LAST)
         self._pass_turn(outgoing, is_last=is_last)
 
     def _next_record(self, outgoing: Outgoing, size: int) -> tuple[int, list[Buffer]]:

@@ -32,6 +32,9 @@ _CALL = int(StepFlag.CALL)
 _FLAGS = tuple(
     StepFlag(bits) for bits in range(_KNOWN_FLAGS + 1)
 )  # a table, since calling an IntFlag is slow
+_TRACE_BIT, _TOKEN_IDS_BIT, _SEALED_BIT = (  # plain numbers: to ask an IntFlag is slow, too
+    int(flag) for flag in (StepFlag.TRACE, StepFlag.TOKEN_IDS, StepFlag.SEALED)
+)
 _Trailer = tuple[memoryview, tuple[int, ...], tuple[HopTrace, ...]]
 
 
@@ -41,7 +44,7 @@ def encode_step(step: Step) -> list[Buffer]:
     header = _HEADER.pack(
         step.session_id, step.epoch, step.flags, step.want, step.step, step.position, step.rows, deadline
     )
-    if step.want is not Want.LIST and not step.flags & StepFlag.TRACE:
+    if step.want is not Want.LIST and not int(step.flags) & _TRACE_BIT:
         return [header, step.payload]
     return [header, step.payload, _trailer(step.want_rows, step.traces)]
 
@@ -49,7 +52,7 @@ def encode_step(step: Step) -> list[Buffer]:
 def encode_answer(answer: Answer) -> list[Buffer]:
     """Return the buffers of an answer."""
     header = answer_header(answer)
-    if not answer.flags & StepFlag.TRACE:
+    if not int(answer.flags) & _TRACE_BIT:
         return [header, answer.payload]
     return [header, answer.payload, _trailer((), answer.traces)]
 
@@ -73,10 +76,10 @@ def decode_step(content: memoryview) -> Step:
     session_id, epoch, bits, want_number, number, position, rows, deadline = _unpack(content)
     want = _WANTS.get(want_number)
     flags = _FLAGS[bits]
-    if want is None or flags & StepFlag.SEALED or rows == 0:
+    if want is None or bits & _SEALED_BIT or rows == 0:
         raise malformed("a step header has an unknown want or flag, or no rows")
     trailer: _Trailer = content[HEADER_SIZE:], (), ()
-    if want is Want.LIST or flags & StepFlag.TRACE:
+    if want is Want.LIST or bits & _TRACE_BIT:
         trailer = _split_trailer(trailer[0])
     payload, want_rows, traces = trailer
     _check_want_rows(want, want_rows, rows)
@@ -85,7 +88,7 @@ def decode_step(content: memoryview) -> Step:
         raise malformed("a call of blocks has one answer, and no token ids")
     if not payload or (not is_call and len(payload) % rows):
         raise malformed("a step's payload is not a whole number of rows")
-    if flags & StepFlag.TOKEN_IDS and len(payload) != rows * TOKEN_WIDTH:
+    if bits & _TOKEN_IDS_BIT and len(payload) != rows * TOKEN_WIDTH:
         raise malformed("a step's payload is not one token id per row")
     deadline_ms = deadline * _DEADLINE_UNIT_MS
     return Step(
@@ -101,7 +104,7 @@ def decode_answer(content: memoryview) -> Answer:
     if kind is None or deadline:
         raise malformed("an answer header has an unknown kind or a deadline")
     trailer: _Trailer = content[HEADER_SIZE:], (), ()
-    if flags & StepFlag.TRACE:
+    if bits & _TRACE_BIT:
         trailer = _split_trailer(trailer[0])
     payload, want_rows, traces = trailer
     answer = Answer(session_id, epoch, number, position, rows, payload, kind, flags, traces)
@@ -120,7 +123,7 @@ def _unpack(content: memoryview) -> tuple[SessionId, int, int, int, int, int, in
 
 
 def _fits(answer: Answer) -> bool:
-    size = len(answer.payload) - (TAG_SIZE if answer.flags & StepFlag.SEALED else 0)
+    size = len(answer.payload) - (TAG_SIZE if int(answer.flags) & _SEALED_BIT else 0)
     if answer.rows == 0:  # an acknowledgement
         return size == 0 and answer.kind is AnswerKind.HIDDEN_STATES
     if answer.kind is AnswerKind.CALL:

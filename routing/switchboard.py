@@ -225,6 +225,8 @@ class Switchboard:
 
     def live_link(self, node_id: NodeId) -> Link | None:
         links = [link for link in self._live_endpoint.links_to(node_id) if not link.is_closed]
+        if len(links) == 1:
+            return links[0]
         spoken = (link for link in links if link.silent_for_s < STALE_AFTER_S)
         return next(spoken, links[0] if links else None)
 

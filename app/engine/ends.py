@@ -31,7 +31,8 @@ class Due:
     """What an answered step was for: its drafts were `drafts`, and the first token to draw stands at `position`.
 
     `may_draft`: the next step may carry drafts. `sharing`: answers that wait for each other's rows, this one included.
-    `num_stages`: the places that compute a step one after the other: nodes, or this one and a single node.
+    `num_stages`: the places that compute a step one after the other: nodes, or this one and a single node; `route`
+    names the nodes.
     """
 
     position: int
@@ -39,6 +40,7 @@ class Due:
     may_draft: bool = False
     sharing: int = 1
     num_stages: int = 1
+    route: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class LocalEnds:
             await self._queue.run(self._closing(answer, wire, answer.rows))
 
     async def draw(self, answer: Answer, due: Due, wire_back: WireDtype, wire_out: WireDtype) -> Drawn:
-        self._session.num_stages = due.num_stages
+        self._session.num_stages, self._session.route = due.num_stages, due.route
         answer = await self._feed_prompt(answer, due, wire_back)
         turn = Turn(
             self._session,

@@ -17,7 +17,7 @@ from routing.errors import ErrorCode, WorkError
 from routing.types import Answer, Buffer, WireDtype
 from slicing.batch import Runner, Work
 from slicing.batching import Lane
-from slicing.buffers import DTYPES, from_buffer, to_buffer
+from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
 from slicing.sampler import Sampler
 
 
@@ -31,6 +31,7 @@ class EndsSession:
     drafter: Drafter
     stop_token_ids: frozenset[int] = frozenset()
     num_stages: int = 1
+    route: Hashable = None  # those of one route go out in groups
     tenant: Hashable = None
     compute_s: float = 0.0  # what its batches took
 
@@ -176,6 +177,6 @@ def _arrived(answer: Answer, wire: WireDtype, runner: Runner, begin: int, end: i
     row_bytes = len(answer.payload) // answer.rows
     payload = memoryview(answer.payload)[begin * row_bytes : end * row_bytes]
     rows = from_buffer(payload, DTYPES[wire.name.lower()], runner.hidden_size, dtype=runner.dtype)
-    if not bool(torch.isfinite(rows).all()):
+    if not all_finite(rows):
         raise WorkError(ErrorCode.COMPUTE, "the last node returned numbers that are not finite")
     return rows

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from app.engine.ends_jobs import CloseRows, EndsJob, EndsSession, OpenRows, Turn
+from app.engine.turn_gate import TurnGate
 from routing.errors import WorkError
 from routing.types import SliceSpec
 from slicing.batch import Cache, Runner, Work
@@ -38,6 +39,7 @@ class EndsQueue:
         self.opening_lane = Lane("open", runner.max_works, runner.is_invariant)
         self.closing_lane = Lane("close", runner.max_works, runner.is_invariant)
         self._queue: BatchQueue[EndsJob] = BatchQueue(self._run, name="ends")
+        self._gate = TurnGate(self._queue.submit)
 
     @property
     def counts(self) -> BatchCounts:
@@ -47,7 +49,10 @@ class EndsQueue:
     async def run(self, job: EndsJob) -> None:
         """Compute a job, and raise what failed in it."""
         job.done = asyncio.get_running_loop().create_future()
-        self._queue.submit(job)
+        if isinstance(job, Turn) and job.lane.max_works > 1 and job.session.route is not None:
+            self._gate.come(job)
+        else:
+            self._queue.submit(job)
         await job.done
         if job.error is not None:
             raise job.error
@@ -79,6 +84,7 @@ class EndsQueue:
 
     async def free(self, session: EndsSession) -> None:
         """Drop what a session has queued, and free its caches behind what computes now."""
+        self._gate.leave(session)
         self._queue.discard(session)
 
         def free() -> None:

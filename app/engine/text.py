@@ -253,6 +253,7 @@ class ChainTextEngine:
             may_draft=not grouping_matters(route, self._ends.runner if self._ends else None),
             sharing=self.num_running,
             num_stages=max(2, len(route.hops) if route else 0),
+            route=tuple(hop.address.node_id for hop in route.hops) if route else None,
         )
         drawn = await progress.ends.draw(returned.answer, due, returned.sent.wire_back, chain.first_wire)
         if progress.num_generated == 0:

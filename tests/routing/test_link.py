@@ -52,6 +52,25 @@ async def refusal(dialler: Peer, address: NodeAddress) -> RemoteError:
 # --- carrying messages
 
 
+async def test_small_messages_of_one_turn_of_the_loop_arrive_in_one_read(rig: Rig) -> None:
+    _, acceptor, link = await rig.pair()
+    [theirs] = acceptor.endpoint.links
+    websocket: Any = theirs._carrier.websocket
+    reads: list[bytes] = []
+    receive = websocket.data_received
+
+    def data_received(chunk: bytes) -> None:
+        reads.append(chunk)
+        receive(chunk)
+
+    websocket.data_received = data_received
+    websocket._transport.set_protocol(websocket)  # which looks the method up again
+    for number in range(1, 5):
+        link.post(step(number=number))
+    await acceptor.inbox.receive(4)
+    assert len(reads) == 1
+
+
 async def test_messages_arrive_in_order_both_ways(rig: Rig) -> None:
     dialler, acceptor, link = await rig.pair()
     for number in range(1, 21):
