@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -128,25 +130,32 @@ def test_a_swarm_answers_and_control_c_leaves_nothing(up: Callable[..., Up]) -> 
     swarm = up("--nodes", "3")
     swarm.wait_ready()
     assert len(swarm.family) >= 4
-    assert "models    smollm2" in swarm.stdout
+    assert "models    smollm2, tiny-pictures" in swarm.stdout
     assert f"curl -N {swarm.url}/chat/completions" in swarm.stdout
     answer = ask(swarm.url)
     assert answer["text"]
     assert answer["timings"]["compute_s"] > 0  # type: ignore[index]
+    asked = {"model": "tiny-pictures", "prompt": "a red circle", "steps": 4}
+    drawn = httpx.post(f"{swarm.url}/images/generations", json=asked, timeout=60).json()
+    assert base64.b64decode(drawn["data"][0]["b64_json"]).startswith(b"\x89PNG")
     swarm.process.send_signal(signal.SIGINT)
     assert swarm.process.wait(20) == 0
     swarm.wait_gone()
     assert "Traceback" not in swarm.stderr
 
 
-def test_two_swarms_run_side_by_side_in_both_ways_to_place_the_ends(up: Callable[..., Up]) -> None:
-    local, remote = up("--nodes", "1"), up("--nodes", "1", "--ends", "remote")
+def test_two_swarms_run_side_by_side_in_both_ways_to_place_the_ends_and_end_badly(
+    up: Callable[..., Up],
+) -> None:
+    local, remote = (up("--nodes", "1", "--pictures", "none", "--ends", ends) for ends in ("local", "remote"))
     local.wait_ready()
     remote.wait_ready()
     assert local.url != remote.url
     assert ask(local.url)["text"] == ask(remote.url)["text"]
-    local.process.terminate()
-    assert local.process.wait(20) == 0
+    node = next(child for child in local.children() if "1:30" in child.cmdline())
+    node.kill()
+    assert local.process.wait(20) == 1
+    assert "diffuse: node 1 was ended by SIGKILL" in local.stderr
     local.wait_gone()
     remote.process.kill()
     remote.process.wait(5)
@@ -157,31 +166,23 @@ def test_two_swarms_run_side_by_side_in_both_ways_to_place_the_ends(up: Callable
 def test_a_parent_that_is_killed_while_loading_takes_its_children_along(
     up: Callable[..., Up], moment: str
 ) -> None:
-    swarm = up("--nodes", "1")
+    swarm = up("--nodes", "1", "--pictures", "none")
     swarm.wait(lambda: moment in swarm.stderr and swarm.family)
     swarm.process.kill()
     swarm.process.wait(5)
     swarm.wait_gone()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
 def test_a_stop_while_loading_is_clean(up: Callable[..., Up], number: signal.Signals) -> None:
-    swarm = up("--nodes", "1")
+    swarm = up("--nodes", "1", "--pictures", "none")
     swarm.wait(lambda: swarm.family)
     swarm.process.send_signal(number)
     assert swarm.process.wait(10) == 0
     swarm.wait_gone()
     assert swarm.stderr.endswith("stopped\n")
-
-
-def test_a_node_that_crashes_ends_the_swarm_and_is_named(up: Callable[..., Up]) -> None:
-    swarm = up("--nodes", "1")
-    swarm.wait_ready()
-    node = next(child for child in swarm.children() if "1:30" in child.cmdline())
-    node.kill()
-    assert swarm.process.wait(20) == 1
-    assert "diffuse: node 1 was ended by SIGKILL" in swarm.stderr
-    swarm.wait_gone()
 
 
 def test_a_model_that_cannot_be_opened_says_why_before_anything_starts(up: Callable[..., Up]) -> None:

@@ -14,6 +14,7 @@ from app.engine.tokenizer import ChatTokenizer
 from slicing.checkpoint import Checkpoint
 from slicing.errors import ModelError
 from slicing.model_source import open_checkpoint
+from tests.support.nursery import Nursery
 from tests.support.processes import Process, Processes
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
@@ -65,9 +66,10 @@ class ServedModel:
     gateway: Process
 
 
-@pytest.fixture(scope="module")
-def served(whole: WholeModel) -> Iterator[ServedModel]:
-    with Processes() as processes:
+@pytest.fixture(scope="session")
+def served(whole: WholeModel, nursery: Nursery) -> Iterator[ServedModel]:
+    """One for all modules: they leave it as they found it, but for the chats that it remembers."""
+    with Processes(nursery) as processes:
         nodes = processes.hosts(MODEL, "1:16", "16:30", "1:16", "16:30", flags=("--dtype", "float32"))
         yield ServedModel(processes, nodes, processes.serve(MODEL, nodes))
 

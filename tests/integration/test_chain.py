@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routing import chain as chain_module
 from routing.errors import ErrorCode, NoRouteError, RemoteError, WorkError
 from routing.types import Answer, AnswerKind, Step, Want
 from slicing.sampler import SamplingParams
@@ -92,7 +93,8 @@ async def test_a_link_lost_between_two_nodes_is_mended_too() -> None:
         await chain.close()
 
 
-async def test_with_no_replica_left_the_error_names_the_layers() -> None:
+async def test_with_no_replica_left_the_error_names_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "RETURN_GRACE_S", 0.3)
     async with home() as here:
         await here.know(await here.rig.add_fake_node(0, 3), await here.rig.add_fake_node(3, NUM_LAYERS))
         chain = await here.open()

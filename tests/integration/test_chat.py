@@ -10,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.integration.conftest import MODEL, ServedModel, WholeModel
+from tests.support.nursery import Nursery
 from tests.support.processes import Processes, client_of
 
 pytestmark = [pytest.mark.real, pytest.mark.processes]
@@ -75,11 +76,13 @@ def test_ten_questions_at_once_all_get_the_answer_of_one_alone(
     assert set(asyncio.run(ask_all())) == {whole.greedy(QUESTION, 8)}
 
 
-def test_thin_and_local_ends_draw_the_same_tokens(served: ServedModel, whole: WholeModel) -> None:
+def test_thin_and_local_ends_draw_the_same_tokens(
+    served: ServedModel, whole: WholeModel, nursery: Nursery
+) -> None:
     ask = {"model": MODEL, "messages": USER, "temperature": 1.0, "top_p": 0.95, "seed": 5, "max_tokens": 12}
     at_home = client_of(served.gateway).chat.completions.create(**ask)
     greedy = {**ask, "temperature": 0}
-    with Processes() as processes:
+    with Processes(nursery) as processes:
         nodes = processes.hosts(MODEL, "0:12", "12:30", flags=("--dtype", "float32", "--hold-ends"))
         gateway = processes.serve(MODEL, nodes, "--ends", "remote")
         thin = client_of(gateway).chat.completions.create(**ask)

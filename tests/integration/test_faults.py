@@ -13,6 +13,7 @@ import pytest
 from openai import APIError
 
 from tests.integration.conftest import MODEL, ServedModel, WholeModel
+from tests.support.nursery import Nursery
 from tests.support.processes import Process, Processes, client_of, describe, until
 
 pytestmark = [pytest.mark.real, pytest.mark.processes]
@@ -44,8 +45,8 @@ def busy_node(nodes: list[Process]) -> Process:
 
 
 @pytest.fixture(scope="module")
-def fragile(whole: WholeModel) -> Iterator[ServedModel]:
-    with Processes() as processes:
+def fragile(nursery: Nursery) -> Iterator[ServedModel]:
+    with Processes(nursery) as processes:
         slices = ["1:16"] * 2 + ["16:30"] * 3
         nodes = processes.hosts(MODEL, *slices, flags=("--dtype", "float32"))
         yield ServedModel(processes, nodes, processes.serve(MODEL, nodes))

@@ -19,10 +19,12 @@ NUM_TOKENS = 26
 
 
 @pytest.mark.processes
-async def test_eight_streams_survive_nodes_that_are_killed_and_frozen(tmp_path: Path) -> None:
+async def test_eight_streams_survive_nodes_that_are_killed_and_frozen(
+    tmp_path: Path, nursery: Nursery
+) -> None:
     model = write_model(tmp_path / "model")
     due = long_answers(WholeAnswers(model), 8, NUM_TOKENS)
-    with Nursery() as nursery, Processes(nursery) as processes:
+    with Processes(nursery) as processes:
         async with StruckSwarm(processes, str(model), ("1:4", f"4:{NUM_LAYERS}")).running() as swarm:
             rounds = [
                 await swarm.round(stage, token, number, due, NUM_TOKENS)

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
 
+from app.engine import coverage
 from app.engine.request import RequestError
 from app.engine.tokenizer import ChatTokenizer
+from routing import chain
 from routing.errors import ErrorCode, NoRouteError, ProtocolError, WorkError
 from routing.types import Answer, AnswerKind, Message, Step
 from slicing.errors import LogitsError
@@ -194,7 +196,11 @@ async def test_a_deadline_holds_from_the_first_dial_on(
         await here.is_freed()
 
 
-async def test_coverage_follows_the_nodes(model: LlamaForCausalLM, tokenizer: ChatTokenizer) -> None:
+async def test_coverage_follows_the_nodes(
+    model: LlamaForCausalLM, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (coverage, chain):
+        monkeypatch.setattr(module, "RETURN_GRACE_S", 0.3)
     async with chat(model, tokenizer, (1, 0), copies=1) as here:
         assert here.engine.coverage().is_ready
         here.here.rig.network.cut_off(here.nodes[1].node_id)

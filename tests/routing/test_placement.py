@@ -109,8 +109,10 @@ def larger_case(draws: random.Random) -> tuple[list[ModelDemand], list[PoolNode]
     return models, random_pool(draws, draws.randint(2, 7), models)
 
 
-def test_a_thousand_pools_are_placed_within_five_percent_of_the_best() -> None:
-    for seed in range(1000):
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.chaos)])
+def test_a_thousand_pools_are_placed_within_five_percent_of_the_best(step: int) -> None:
+    """Every fourth one in a usual run."""
+    for seed in range(0, 1000, step):
         draws = random.Random(seed)
         is_small = seed % 20 < 17
         models, pool = small_case(draws) if is_small else larger_case(draws)
