@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ async def draw(drawer: Drawer, order: Order, out: Path | None, *, as_json: bool)
     """Make one thing and keep it as a file; nothing is ever written over. Raises CommandError."""
     check_order(drawer.output, order)
     path, is_ours = chosen_path(out, drawer.output, order.prompt)
+    check_folder(path.parent)
     began = time.perf_counter()
     drawn: Drawn | None = None
     with _bar(is_shown=not as_json) as bar:
@@ -76,6 +78,14 @@ def chosen_path(out: Path | None, output: str, prompt: str) -> tuple[Path, bool]
     if not out.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="'--out'")
     return out, False
+
+
+def check_folder(folder: Path) -> None:
+    """Write nothing into a folder, to know before the work that the file can be kept. Raises CommandError."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CommandError(f"no file can be made in {folder.absolute()}: {error.strerror}") from None
 
 
 def name_from(prompt: str) -> str:

@@ -103,6 +103,7 @@ def settings_of(target: Target, model: str) -> SwarmSettings:
         threads=threads,
         weights=target.weights.value,
         runner=target.runner.value,
+        per_block=target.per_block,
         bootstraps=bootstraps,
         scope=None if target.scope == "auto" else Scope(target.scope.value),
         identity=load_or_make(target.key) if target.key else None,

@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from cli.answer import End, Piece, Question, Timings
+from cli.drawing import SUFFIXES
 from cli.failures import CommandError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
@@ -78,11 +79,16 @@ class Gateway:
         self.unserved = _objects(reply.get("unserved"))
         return _objects(reply.get("data"))
 
-    async def output_of(self, model: str) -> str:
-        """What a model makes: text, image, video or audio; text as well where the gateway does not say."""
+    async def output_of(self, model: str, *, wants_drawing: bool) -> str:
+        """What a model makes: text, image, video or audio; text where the gateway does not say.
+
+        Raises GatewayError for that when a drawing is wanted, which only a gateway that knows the model can make.
+        """
         try:
             return _output(await self._get(f"models/{quote(model, safe='')}"))
         except GatewayError:
+            if wants_drawing:
+                raise
             return "text"  # what is wrong, the question itself will show
 
     async def first_that(self, *, draws: bool) -> tuple[str, str]:
@@ -278,16 +284,17 @@ def _reason(error: httpx.HTTPError) -> str:
 
 def _output(card: dict[str, Any]) -> str:
     try:
-        return str(card["architecture"]["output_modalities"][0])
+        output = str(card["architecture"]["output_modalities"][0])
     except (KeyError, IndexError, TypeError):
         return "text"
+    return output if output in SUFFIXES else "text"
 
 
 def _event(payload: str) -> dict[str, Any]:
     """Read one event of an answer; one that is an error, and no job that has failed, is raised."""
     event = _decode(payload)
     if (error := event.get("error")) is not None and "status" not in event:
-        raise GatewayError(_text_of(error) or "the gateway failed without saying why")
+        raise GatewayError(text_of(error) or "the gateway failed without saying why")
     return event
 
 
@@ -306,10 +313,11 @@ def _message_of(response: httpx.Response) -> str | None:
         reply = response.json()
     except ValueError:
         return None
-    return _text_of(reply.get("error")) if isinstance(reply, dict) else None
+    return text_of(reply.get("error")) if isinstance(reply, dict) else None
 
 
-def _text_of(error: Any) -> str | None:
+def text_of(error: Any) -> str | None:
+    """What an error of an answer says, however it is written."""
     if isinstance(error, dict):
         message = error.get("message")
         return str(message) if message else None

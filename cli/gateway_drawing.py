@@ -8,9 +8,10 @@ import binascii
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final
+from urllib.parse import quote
 
 from cli.drawing import Drawn, Order, Said, StepTold, Told
-from cli.gateway import Gateway, GatewayError
+from cli.gateway import Gateway, GatewayError, text_of
 
 PICTURE_FORMATS: Final = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 LETTING_GO_S: Final = 5.0  # for cancelling a job when we are interrupted
@@ -65,7 +66,9 @@ class GatewayDrawer:
         asked = self._body(order) | {"prompt": order.prompt}
         asked |= {"num_frames": order.frames} if order.frames is not None else {}
         job = await self._gateway.post("videos", asked)
-        path = f"videos/{job.get('id', '')}"
+        if not (name := quote(str(job.get("id") or ""), safe="")):
+            raise GatewayError("the gateway's job has no id")
+        path = f"videos/{name}"
         try:
             async for told in self._followed(f"{path}/events"):
                 yield told
@@ -82,13 +85,12 @@ class GatewayDrawer:
             async for job in events:
                 if (number := _number(job.get("step"))) > step:
                     step = number
-                    yield StepTold(step, _number(job.get("steps")), float(job.get("seconds_per_step") or 0))
+                    yield StepTold(step, _number(job.get("steps")), _seconds(job.get("seconds_per_step")))
                 if (said := str(job.get("patches") or "")) and said != patches:
                     patches = said
                     yield Said(f"patches: {said}")
         if job.get("status") != "completed":
-            error = job.get("error") or {}
-            raise GatewayError(str(error.get("message") or "the gateway's job ended without a video"))
+            raise GatewayError(text_of(job.get("error")) or "the gateway's job ended without a video")
 
     async def _let_go(self, path: str) -> None:
         """Delete the job, done or not: its video is here, or nobody wants it any more."""
@@ -111,7 +113,7 @@ def _progress(event: dict[str, Any]) -> list[Told]:
         return [Said(f"patches: {patches}")]
     if event.get("seconds") is None:
         return []
-    return [StepTold(_number(event.get("step")), _number(event.get("steps")), float(event["seconds"]))]
+    return [StepTold(_number(event.get("step")), _number(event.get("steps")), _seconds(event["seconds"]))]
 
 
 def _drawn(content: bytes, told: dict[str, Any], order: Order) -> Drawn:
@@ -121,7 +123,7 @@ def _drawn(content: bytes, told: dict[str, Any], order: Order) -> Drawn:
         seed=_number(told.get("seed", order.seed)),
         replays=_number(told.get("replays")),
         fingerprint=str(told.get("system_fingerprint") or ""),
-        timings=timings if isinstance(timings, dict) else {},
+        timings=_measured(timings) if isinstance(timings, dict) else {},
     )
 
 
@@ -138,5 +140,18 @@ def _bytes(text: Any) -> bytes:
         raise GatewayError("the gateway sent a file that cannot be read") from None
 
 
+def _measured(timings: dict[str, Any]) -> dict[str, Any]:
+    """What of a gateway's timings are numbers, or lists of numbers."""
+    return {
+        name: value
+        for name, value in timings.items()
+        if all(isinstance(one, int | float) for one in (value if isinstance(value, list) else [value]))
+    }
+
+
 def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -108,6 +108,8 @@ def main() -> None:
     """Run the command line of this process."""
     try:
         app(prog_name="diffuse")
+    except KeyboardInterrupt:  # before the command began
+        raise SystemExit(failures.EXIT_INTERRUPTED) from None
     except SystemExit as end:
         if "torch" not in sys.modules or not isinstance(end.code, int):
             raise

@@ -114,6 +114,7 @@ WireOption = Annotated[
     Wire,
     typer.Option("--wire", help=patch_help.wire_help()),
 ]
+PerBlockOption = Annotated[bool, typer.Option("--per-block", help=patch_help.per_block_help())]
 WeightsOption = Annotated[
     Weights,
     typer.Option(

@@ -35,6 +35,7 @@ def query(
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
     wire: opt.WireOption = opt.Wire.AUTO,
+    per_block: opt.PerBlockOption = False,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
@@ -79,6 +80,7 @@ def query(
         token_file,
         weights,
         runner,
+        per_block,
     )
     text = opt.read_prompt(prompt)
     question = Question(
@@ -110,7 +112,7 @@ def query(
 async def _query(
     target: Target, question: Question, order: Order, out: Path | None, *, as_json: bool, has_system: bool
 ) -> None:
-    drawing_flags = _drawing_flags(order, out)
+    drawing_flags = _drawing_flags(order, out) | {"--per-block": target.per_block}
     wants_drawing = any(value not in (None, False) for value in drawing_flags.values())
     target, output = await chosen(target, wants_drawing=wants_drawing)
     if output == "text":

@@ -47,11 +47,17 @@ class Target:
     token_file: Path | None = None
     weights: Weights = Weights.AUTO
     runner: Runner = Runner.AUTO
+    per_block: bool = False
 
     def __post_init__(self) -> None:
         if self.runs_engine and self.url:
             raise typer.BadParameter(
                 "give --url (ask a gateway), or --node and --bootstrap (run the engine here), not both"
+            )
+        if self.per_block and not self.runs_engine:
+            raise typer.BadParameter(
+                "a gateway decides it when it starts: give it to `diffuse serve`, or give --node or --bootstrap here",
+                param_hint="'--per-block'",
             )
         parse_local_layers(self.local_layers)
 
@@ -81,7 +87,7 @@ async def chosen(target: Target, *, wants_drawing: bool) -> tuple[Target, str]:
         url = target.url or DEFAULT_URL
         async with open_gateway(url, api_key=target.api_key, model=target.model or "") as gateway:
             if target.model is not None:
-                return target, await gateway.output_of(target.model)
+                return target, await gateway.output_of(target.model, wants_drawing=wants_drawing)
             model, output = await gateway.first_that(draws=wants_drawing)
             return replace(target, model=model), output
     if target.model is None:

@@ -30,7 +30,9 @@ from slicing.diffusion.replay import Verdict
 from slicing.diffusion.stacks import Stack
 from slicing.diffusion.wire import CallHeader, CallReceiver, CallSender, HopVerdict
 from slicing.diffusion.wire_tensors import is_finite
-from slicing.errors import CallError, CallUnknown, ModelError
+from slicing.errors import CallError, CallTooLarge, CallUnknown, ModelError
+
+BUSY_RETRY_MS = 1000  # about the length of a short answer, after which memory comes back
 
 
 class CallRunner(Protocol):
@@ -101,7 +103,7 @@ class CallJob:
     on_finish: Callable[[CallJob], None]
     arrived: float  # time.perf_counter()
     crypto_us: int = 0
-    spare_bytes: int = 0  # free beside what is set aside for it, when it came
+    spare_bytes: Callable[[], int] = lambda: 0  # free beside what is set aside for it; asked on the thread
     attempt: Attempt = field(init=False, repr=False)
     entry: HopEntry = field(init=False, repr=False)
     state: CallState = field(init=False, repr=False)
@@ -144,7 +146,7 @@ class CallJob:
         try:
             self._check_begin()
             header, made = self.state.receiver.unpack(
-                self.payloads, blocks_of=self._blocks_of, spare_bytes=self.spare_bytes
+                self.payloads, blocks_of=self._blocks_of, spare_bytes=self.spare_bytes()
             )
             self.payloads = ()
             streams, verdict = self.state.patches.run(
@@ -229,6 +231,8 @@ class CallJob:
         match error:
             case StaleKeys() | KeysDiffer() | CallUnknown():
                 return WorkError(ErrorCode.STEP, str(error))  # a route that begins with nothing mends it
+            case CallTooLarge():
+                return WorkError(ErrorCode.BUSY, str(error), retry_ms=BUSY_RETRY_MS)
             case PatchesRefused():
                 return ProtocolError(ErrorCode.MALFORMED, str(error))
             case CallError() if not self.entry.hop:  # the gateway's own fault

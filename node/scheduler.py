@@ -21,7 +21,9 @@ class Scheduler(BatchQueue[StepJob | CallJob]):
 
     def __init__(self) -> None:
         super().__init__(self._run_watched)
-        self.threads: ThreadWatch | None = None  # set once slices are computed with several of torch's threads
+        self.threads: ThreadWatch | None = (
+            None  # set once slices are computed with several of torch's threads
+        )
 
     def _run_watched(self, parts: Sequence[Part[StepJob | CallJob]]) -> None:
         began, kind = time.perf_counter(), kind_of(parts)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from node.budget import MemoryBudget
-from node.call_job import CallJob, CallState
+from node.call_job import BUSY_RETRY_MS, CallJob, CallState
 from node.history import DoneStep
 from node.outbox import Gone, Outbox
 from node.return_path import ReturnPath
@@ -35,7 +35,6 @@ MAX_PENDING_IN_ALL = 1 << 30
 MAX_PENDING_CALLS = (
     64  # of a session: patches of a step and the branches' next ones; their bytes are counted besides
 )
-BUSY_RETRY_MS = 1000  # about the length of a short answer, after which memory comes back
 SomeOutput = TypeVar("SomeOutput", Step, Answer)
 
 
@@ -85,8 +84,7 @@ class StepFlow:
         elif admission is Admission.REPEAT:
             job = CallJob(session, step, (), held.blocks, self._finish, arrived, crypto_us)
         elif (payloads := self._take_part(session, step)) is not None:
-            spare_bytes = self._budget.available_bytes
-            job = CallJob(session, step, payloads, held.blocks, self._finish, arrived, crypto_us, spare_bytes)
+            job = CallJob(session, step, payloads, held.blocks, self._finish, arrived, crypto_us, self._spare)
         else:
             return  # the rest of the call is on its way
         if admission is Admission.REPEAT:
@@ -125,6 +123,17 @@ class StepFlow:
         if not self._budget.reserve(session, size_bytes):
             text = f"no memory for a call: {size_bytes} B, {self._budget.free_bytes} B are free"
             raise WorkError(ErrorCode.BUSY, text, retry_ms=BUSY_RETRY_MS)
+
+    def _spare(self) -> int:
+        """Memory that a call may take beside its own size. Asked on the compute thread: the number may be a bit old."""
+        return max(0, self._budget.available_bytes)
+
+    def _settle(self, job: CallJob) -> None:
+        """Count what the session remembers now: it may be far more than what arrived. Or fail the call."""
+        try:
+            self._reserve_call(job.session, 0)
+        except WorkError as error:
+            job.error, job.output = error, None
 
     def next_hop_takes(self, session: Session, number: int) -> None:
         """The next hop takes steps from this number on: send what it lacks.
@@ -198,6 +207,8 @@ class StepFlow:
         session = job.session
         session.num_in_flight -= 1
         self._count(job)
+        if isinstance(job, CallJob) and job.error is None and not session.is_freed:
+            self._settle(job)
         if session.is_freed or job.attempt.is_undone:
             self._release(job)  # nobody waits for it any more
             if session.is_freed:

@@ -50,6 +50,7 @@ class Trouble:
     """Why a route cannot go on. `is_seen`: we noticed it ourselves; otherwise a node says so.
 
     `node_id` is the node to blame; `before` the one before it in the chain, when that, or their link, may be the cause.
+    `suspects`: any of these may have made what all after it passed on.
     """
 
     error: RemoteError
@@ -58,6 +59,7 @@ class Trouble:
     before: NodeId | None = None
     is_node_up: bool = False  # another link to the node works: only this one was lost
     is_told_by_itself: bool = False  # the node says so of itself
+    suspects: frozenset[NodeId] = frozenset()
 
     @property
     def concerns_others(self) -> bool:
@@ -81,6 +83,8 @@ class Blame:
         self._avoided_at: dict[NodeId, float] = {}
         self._edges: set[tuple[NodeId, NodeId]] = set()
         self._retry_at: dict[NodeId, float] = {}
+        self._suspects: frozenset[NodeId] = frozenset()  # on every route that gave a wrong answer lately
+        self._num_wrong = 0
 
     def note(self, trouble: Trouble, now: float, *, is_begun: bool = True) -> None:
         """Count one more failed attempt. Raises the error when trying on makes no sense.
@@ -92,6 +96,10 @@ class Blame:
         if not trouble.is_mendable or self.attempts > MAX_ATTEMPTS:
             raise trouble.error
         assert node_id is not None
+        if trouble.suspects:
+            self._num_wrong += 1
+            common = self._suspects & trouble.suspects
+            self._suspects = common or trouble.suspects  # nothing in common: there are several liars
         self._retry_at[node_id] = now + self._pause_s(trouble.error)
         is_full = code is ErrorCode.BUSY and trouble.error.retry_ms > MAX_RETRY_S * 1000
         before = trouble.before
@@ -102,9 +110,12 @@ class Blame:
             if before is not None:
                 self._edges.add((before, node_id))
 
-    def note_progress(self) -> None:
-        """A new answer came: what fails next is another incident."""
+    def note_progress(self, nodes: frozenset[NodeId], now: float) -> None:
+        """A new answer came over these nodes: what fails next is another incident."""
         self.attempts = 0
+        if self._num_wrong > 1:
+            self._avoided_at |= dict.fromkeys(self._suspects - nodes, now)
+        self._suspects, self._num_wrong = frozenset(), 0
 
     def avoided(self, now: float) -> frozenset[NodeId]:
         """Nodes that a route should do without."""
@@ -113,12 +124,17 @@ class Blame:
 
     def exclusions(self, now: float) -> Iterator[frozenset[NodeId]]:
         """Whom to leave out, the wanted choice first; then the other side of lost links; then only the barred."""
-        avoided = self.avoided(now)
+        avoided, barred = self.avoided(now), frozenset(self.barred)
+        if self._num_wrong > 1:  # it was not the last hop, or not that alone
+            yield avoided | self._suspects
+            yield barred | self._suspects
+            for suspect in sorted(self._suspects):
+                yield barred | {suspect}
         yield avoided
         if self._edges:
             befores, afters = ({edge[side] for edge in self._edges} for side in (0, 1))
-            yield (avoided - afters) | befores | self.barred.keys()
-        yield frozenset(self.barred)
+            yield (avoided - afters) | befores | barred
+        yield barred
 
     def pause_s(self, route: Route, now: float) -> float:
         """How long to wait before this route is asked: a node that just failed gets a moment."""

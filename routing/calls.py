@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from routing.errors import LocalError
+from routing.errors import TooLargeError
 from routing.live_route import SMALL_BYTES, LiveRoute
 from routing.parts import MAX_CALL_BYTES, call_rows
 from routing.recorded import CannotRemake, CheckAnswer, MakeCall, RecordedStep
@@ -34,7 +34,7 @@ class Calls:
     async def make(self, recorded: RecordedStep, live: LiveRoute) -> bool:
         """Make the payload of a call for this route; false where that cannot be: its answer tells, none is due then.
 
-        Raises LocalError for a pass that is too large for any node.
+        Raises TooLargeError for a pass that is too large for any node.
         """
         assert recorded.make is not None
         is_fresh = self._epoch != live.epoch
@@ -47,7 +47,7 @@ class Calls:
                 recorded.answer.exception()  # nobody need look
             return False
         if (size_bytes := len(recorded.payload)) > MAX_CALL_BYTES:
-            raise LocalError(
+            raise TooLargeError(
                 f"a pass of {size_bytes} B is larger than {MAX_CALL_BYTES} B: use a shorter wire form"
             )
         offer = live.route.hops[0].offer

@@ -68,6 +68,10 @@ class SettingsError(LocalError):
     """A key, flag or file of ours is wrong; the text says how to mend it."""
 
 
+class TooLargeError(LocalError):
+    """A pass over blocks is larger than any node takes; the text has the numbers."""
+
+
 class NoRouteError(DiffuseError):
     """No set of live nodes covers every layer, or an end that a thin gateway needs, as the request wants it.
 

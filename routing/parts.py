@@ -19,6 +19,7 @@ PART_BYTES = (
 )  # four sessions' parts may be open on a link at once (outbox), each well below a message's limit
 MIN_PART_BYTES = 1 << 20  # of all but the last: a peer must not make us keep thousands of small ones
 MAX_CALL_BYTES = 1 << 30  # the streams of Wan 14B at 720p and 81 frames are 774 MB in bfloat16
+VERDICTS_BYTES = 256 << 10  # of 128 hops, with a header
 # What a call costs is told in rows, like a prefill's, from its size: enough for the scheduler's turns, and to know
 # whether a node takes too long for it. More than any decode step has.
 MIN_CALL_ROWS = 17
@@ -38,9 +39,10 @@ def parts_of(message: Message) -> Iterator[Message]:
 
 
 class Assembly:
-    """The parts of one call so far."""
+    """The parts of one call so far, which may be `limit_bytes` in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = MAX_CALL_BYTES) -> None:
+        self._limit_bytes = limit_bytes
         self._payloads: list[Buffer] = []
         self._due = 0  # parts still to come; 0: it has not begun
         self.size_bytes = 0
@@ -53,13 +55,21 @@ class Assembly:
             raise malformed("a call's part is too small")
         if (
             self.size_bytes + len(message.payload) + (message.rows - 1) * MIN_PART_BYTES
-            > MAX_CALL_BYTES + PART_BYTES
+            > self._limit_bytes + PART_BYTES
         ):
-            raise ProtocolError(ErrorCode.TOO_BIG, f"a call of more than {MAX_CALL_BYTES} B")
+            raise ProtocolError(ErrorCode.TOO_BIG, f"a call of more than {self._limit_bytes} B")
         self.size_bytes += len(message.payload)
         self._payloads.append(message.payload)
         self._due = message.rows - 1
         return None if self._due else self._payloads
+
+
+def most_of_answer(size_bytes: int) -> int:
+    """The most that an answer to a call of so many bytes can be: it holds streams as they were sent, and verdicts.
+
+    Differences are sent there and whole numbers back where only one end has begun anew.
+    """
+    return min(2 * size_bytes + VERDICTS_BYTES, MAX_CALL_BYTES)
 
 
 def call_rows(size_bytes: int, row_bytes: int) -> int:

@@ -18,5 +18,9 @@ class CallError(ModelError):
     """Bytes that should hold a call of blocks, or its answer, do not; the text names what is wrong, no content."""
 
 
+class CallTooLarge(CallError):
+    """A call takes more memory than is free now; the text says how much."""
+
+
 class CallUnknown(CallError):
     """A call speaks of something that was sent before, and it is not here: the sender must send it again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
@@ -49,7 +49,26 @@ NOT_BUILT = (
     "guidance_scale_2",
     "guidance_rescale",
     "enhance_prompt",
+    "flow_shift",
+    "fps",
+    "frame_rate",
 )
+
+# What other servers call fields that we have: passed over, they would be lost in silence.
+OUR_NAMES = {
+    "width": "size",
+    "height": "size",
+    "resolution": "size",
+    "aspect_ratio": "size",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "guidance": "guidance_scale",
+    "num_steps": "steps",
+    "num_images": "n",
+    "num_images_per_prompt": "n",
+    "num_outputs": "n",
+    "num_outputs_per_prompt": "n",
+}
 
 
 def _is_option(value: Any) -> Any:
@@ -64,6 +83,8 @@ Asked = TypeVar("Asked", bound="DiffusionFields")
 
 class DiffusionFields(Lenient):
     """What one answer is asked with; None means the model's own default everywhere."""
+
+    NOT_HERE: ClassVar[dict[str, str]] = {}  # fields that other kinds have, and why this one has none
 
     model: Annotated[str | None, Field(min_length=1, max_length=MAX_NAME)] = None
     negative_prompt: Annotated[str | None, Field(max_length=MAX_PROMPT, repr=False)] = None
@@ -140,6 +161,11 @@ def parse_fields(kind: type[Asked], body: Mapping[str, Any]) -> Asked:
             raise unsupported(
                 name, f"'{name}' is not supported: nothing here begins from a picture or changes a model"
             )
+    misplaced = {name: f"the field is called {ours}" for name, ours in OUR_NAMES.items()} | kind.NOT_HERE
+    for name, why in misplaced.items():
+        is_count = OUR_NAMES.get(name, name) == "n"  # one answer is what there is anyway
+        if body.get(name) not in (None, "", *((1, "1") if is_count else ())):
+            raise unsupported(name, f"'{name}' is not supported here: {why}")
     try:
         return kind.model_validate(body)
     except ValidationError as error:

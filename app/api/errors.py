@@ -20,7 +20,15 @@ from starlette.responses import JSONResponse
 from app.engine.merge import StoppedError
 from app.engine.request import ModelStatus, ModelUnavailableError, RequestError
 from app.media.errors import MediaError
-from routing.errors import ErrorCode, LinkError, NoRouteError, ProtocolError, RemoteError, SecurityError
+from routing.errors import (
+    ErrorCode,
+    LinkError,
+    NoRouteError,
+    ProtocolError,
+    RemoteError,
+    SecurityError,
+    TooLargeError,
+)
 from slicing.errors import LogitsError
 
 MAX_MESSAGE = 500  # characters
@@ -117,6 +125,8 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
         case NoRouteError():
             param = "diffuse" if error.reason and not error.missing else None
             return unavailable("no_route", _no_route(error), ROUTE_RETRY_S, param=param)
+        case TooLargeError():
+            return invalid("size", str(error))
         case RemoteError():
             return _from_network(error)
         case HTTPException():

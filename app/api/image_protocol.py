@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,12 @@ class ImageStreamOptions(Lenient):
 
 class ImageRequest(Sized):
     """A request for pictures; None means the default everywhere."""
+
+    NOT_HERE: ClassVar = {
+        "seconds": "a picture has no length",
+        "duration": "a picture has no length",
+        "num_frames": "a picture has no frames",
+    }
 
     n: Annotated[int | None, Field(ge=1, le=MAX_PICTURES)] = None
     quality: Quality | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -48,6 +48,12 @@ class SpeechStreamOptions(Lenient):
 
 class SpeechRequest(DiffusionFields):
     """A request for a sound; None means the default everywhere. Voices are passed over: a sound has none."""
+
+    NOT_HERE: ClassVar = {
+        "n": "an answer is one sound, ask for each by itself",
+        "size": "a sound has none, its length is called duration",
+        "num_frames": "a sound has none, its length is called duration",
+    }
 
     input: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT, repr=False)]
     voice: Any = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -52,6 +52,11 @@ Seconds = Annotated[
 
 class VideoRequest(Sized):
     """A request for a video; None means the default everywhere."""
+
+    NOT_HERE: ClassVar = {
+        "n": "a job makes one video, ask for each by itself",
+        "duration": "the field is called seconds",
+    }
 
     seconds: Seconds | None = None
     num_frames: Annotated[int | None, Field(ge=1, le=MAX_FRAMES)] = None

@@ -215,7 +215,7 @@ class Videos:
 def _limit(text: str | None) -> int:
     if not text:
         return DEFAULT_LIMIT
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_LIMIT:
+    if not text.isdecimal() or len(text) > len(str(MAX_LIMIT)) or not 1 <= int(text) <= MAX_LIMIT:
         raise invalid("limit", f"limit is a number from 1 to {MAX_LIMIT}")
     return int(text)
 

@@ -61,6 +61,7 @@ class SwarmSettings:
     prefill_chunk: int = PREFILL_CHUNK
     max_positions: int | None = None
     cache_dir: Path | None = None
+    per_block: bool = False
 
     @property
     def member(self) -> MemberSettings:
@@ -90,6 +91,7 @@ class SwarmSettings:
             prefill_chunk=self.prefill_chunk,
             max_positions=self.max_positions,
             cache_dir=self.cache_dir,
+            per_block=self.per_block,
         )
         return LibrarySettings((NamedModel(self.model, self.name),), ends=ends)
 

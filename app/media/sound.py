@@ -29,6 +29,7 @@ PCM_RATE: Final = 24_000  # of bare samples, which say nothing of themselves: wh
 LOUDEST: Final = 32_767
 MAX_CHANNELS: Final = 2  # more are mixed down
 PIECE_SAMPLES: Final = 65_536
+SHORTEST_S: Final = 0.1  # of what is resampled: a few samples are lost in the filter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,14 @@ _CODECS: Final[dict[SoundFormat, _Codec]] = {
 def encode_sound(samples: np.ndarray, rate: int, form: SoundFormat) -> bytes:
     """Return the file of float samples [channels, length] within -1 and 1. Raises MediaError.
 
-    wav and flac hold 16 bits a sample at `rate`; pcm is bare, one channel at 24 kHz; the others are lossy.
+    wav and flac hold 16 bits a sample at `rate`; pcm is bare, one channel at 24 kHz; the others are lossy. All but
+    wav and flac end in silence where there is less than a tenth of a second.
     """
     import av
 
     whole = _as_integers(samples)
+    if form not in ("wav", "flac"):
+        whole = _long_enough(whole, rate)
     try:
         if form == "wav":
             return _wav(whole, rate)
@@ -74,6 +78,14 @@ def _as_integers(samples: np.ndarray) -> np.ndarray:
     heard = samples if samples.shape[0] <= MAX_CHANNELS else samples.mean(axis=0, keepdims=True)
     whole: np.ndarray = np.rint(np.clip(heard, -1.0, 1.0) * LOUDEST).astype("<i2")
     return np.ascontiguousarray(whole.T)
+
+
+def _long_enough(samples: np.ndarray, rate: int) -> np.ndarray:
+    """Return samples [length, channels] with silence behind them up to the shortest length."""
+    import numpy as np
+
+    missing = round(SHORTEST_S * rate) - len(samples)
+    return np.pad(samples, ((0, missing), (0, 0))) if missing > 0 else samples
 
 
 def _wav(samples: np.ndarray, rate: int) -> bytes:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from slicing.block_slice import Cancelled
-from slicing.diffusion.calls import Pass, snapshot
+from slicing.diffusion.calls import Pass, snapshot, tensor_leaves
+from slicing.diffusion.index_guard import IndexGuard, needs_guard
 from slicing.diffusion.stacks import Stack
 from slicing.errors import ModelError
 from slicing.progress import Progress, no_progress
@@ -81,6 +82,7 @@ class BlockRange:
         tensors = [tensor for block in blocks.values() for tensor in _tensors(block)]
         self.size_bytes = sum(tensor.nbytes for tensor in tensors)
         self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.looks_at_indices = self.device.type != "cpu"
 
     def stack_of(self, made: Pass) -> Stack:
         """Return the stack that a pass is over. Raises `ModelError` for one that this model does not have."""
@@ -159,9 +161,11 @@ class BlockRange:
         if keeper is not None:
             args, kwargs = keeper.arguments(number, args, kwargs)
         before = snapshot(args, kwargs)
+        block = self._blocks[number]
         try:
-            with keeper.block(number) if keeper is not None else nullcontext():
-                answer = self._blocks[number](*args, **kwargs)
+            watch = nullcontext() if keeper is None else keeper.block(number)
+            with self._guard(block, args, kwargs), watch:
+                answer = block(*args, **kwargs)
         except (ModelError, Cancelled, MemoryError):
             raise
         except Exception as error:  # blocks raise all sorts for arguments that do not fit them
@@ -169,6 +173,15 @@ class BlockRange:
         if snapshot(args, kwargs) != before:
             raise ModelError(f"{name} writes into its arguments, which no other block would see")
         return self._streams_after(made, streams, answer, name, keeper)
+
+    def _guard(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[object]:
+        """What looks at indices where one out of range would end the process; elsewhere torch itself refuses it."""
+        if not self.looks_at_indices:
+            return nullcontext()
+        tensors = (tensor for _, tensor in tensor_leaves(args, kwargs))
+        return IndexGuard() if needs_guard(block, tensors) else nullcontext()
 
     def _streams_after(
         self, made: Pass, streams: list[torch.Tensor], answer: Any, name: str, keeper: Keeper | None

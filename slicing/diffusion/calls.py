@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 16
-MAX_PLAN_BYTES = 1 << 20  # the largest seen is 2 KiB
+MAX_PLAN_BYTES = 128 << 10  # the largest seen is 2 KiB
 MAX_BLOCKS = 4096
 MAX_STREAMS = 16
 

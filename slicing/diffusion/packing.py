@@ -14,9 +14,9 @@ import torch
 
 from slicing.errors import ModelError
 
-MAX_SLOTS = 65536
+MAX_SLOTS = 8192  # the most seen is 130, one for each block and argument that is not shared
 MAX_DEPTH = 8  # of containers in an argument
-MAX_INTEGER = 1 << 31  # sizes and counts; a block told of more would only run out of memory
+MAX_INTEGER = 1 << 24  # sizes and counts; a block told of more would only run out of memory
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)

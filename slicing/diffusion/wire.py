@@ -9,6 +9,7 @@ packed, so nothing needs to be confirmed. Knows nothing of links, nodes or model
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from slicing.diffusion.wire_header import (
     encode_header,
 )
 from slicing.diffusion.wire_tensors import (
+    HELD_BYTES,
+    MAX_ROWS,
     BaseKey,
     Bases,
     Buffer,
@@ -38,11 +41,13 @@ from slicing.diffusion.wire_tensors import (
     encode_stream,
     is_finite,
 )
-from slicing.errors import CallError, CallUnknown, ModelError
+from slicing.errors import CallError, CallTooLarge, CallUnknown, ModelError
 
 __all__ = ["CallHeader", "CallReceiver", "CallSender", "HopVerdict", "WireForm"]
 
 MAX_PLANS = 8  # of one session: a stack has one or two, AceStep's every other block makes another
+# A plan as it is held, for each byte of its JSON: small lists and dictionaries take far more than their letters.
+PLAN_FACTOR = 32
 # Constants of a session, at each end: for Wan at 720p and 81 frames they are 90 MB. What does not fit is sent again.
 MAX_CONSTANT_BYTES = 512 << 20
 _LENGTH = struct.Struct(">I")
@@ -52,7 +57,7 @@ _LENGTH = struct.Struct(">I")
 class _Constant:
     """A tensor that both ends know; the sender needs its size only."""
 
-    size_bytes: int
+    size_bytes: int  # with what remembering it takes
     last_pass: int
     tensor: torch.Tensor | None = field(default=None, repr=False)
 
@@ -82,14 +87,14 @@ class Constants:
 
     def fits(self, size_bytes: int) -> bool:
         """Whether there is room for one more."""
-        return self.size_bytes + size_bytes <= MAX_CONSTANT_BYTES
+        return self.size_bytes + size_bytes + HELD_BYTES <= MAX_CONSTANT_BYTES
 
     def put(self, digest: bytes, size_bytes: int, tensor: torch.Tensor | None = None) -> None:
         """Hold one more."""
         if (before := self._held.pop(digest, None)) is not None:
             self.size_bytes -= before.size_bytes
-        self._held[digest] = _Constant(size_bytes, self._pass, tensor)
-        self.size_bytes += size_bytes
+        self._held[digest] = _Constant(size_bytes + HELD_BYTES, self._pass, tensor)
+        self.size_bytes += size_bytes + HELD_BYTES
 
     def clear(self) -> None:
         """Forget everything."""
@@ -201,8 +206,9 @@ class CallReceiver:
 
     @property
     def size_bytes(self) -> int:
-        """Memory held now: constants, and the streams that differences are to."""
-        return self._constants.size_bytes + self._bases.size_bytes
+        """Memory held now: constants, plans, and the streams that differences are to."""
+        plans = PLAN_FACTOR * sum(len(plan.to_json()) for plan in self._plans.values())
+        return self._constants.size_bytes + plans + self._bases.size_bytes
 
     def reset(self) -> None:
         """Forget everything: another sender comes."""
@@ -217,16 +223,17 @@ class CallReceiver:
         blocks_of: Callable[[Plan], tuple[int, int]] | None = None,
         spare_bytes: int | None = None,
     ) -> tuple[CallHeader, Pass]:
-        """A call. `blocks_of` says which blocks of its stack are to be run: slots that only others use may be empty.
+        """A call. `blocks_of` says which blocks of its stack are to be run: slots that only earlier ones use may lack.
 
-        It may take `spare_bytes` more memory than its own size (None: any): rows that are equal are sent once.
-        Raises `CallError` for bytes that hold no call, and `CallUnknown` for what is not here. After either, nothing
+        It may take `spare_bytes` more memory than its own size (None: any). Raises `CallError` for bytes that hold no
+        call, `CallTooLarge` for want of memory, and `CallUnknown` for what is not here. After any of them, nothing
         more of this sender can be read.
         """
         header, contents, reader = _opened(payload)
-        if spare_bytes is not None and contents.expanded_bytes > spare_bytes:
-            raise CallError(
-                f"a call takes {contents.expanded_bytes} bytes more than it has, {spare_bytes} are free"
+        expanded_bytes = contents.expanded_bytes(header.form)
+        if spare_bytes is not None and expanded_bytes > spare_bytes:
+            raise CallTooLarge(
+                f"a call takes {expanded_bytes} bytes more than it has, {spare_bytes} are free"
             )
         if contents.is_fresh:
             self.reset()
@@ -237,8 +244,8 @@ class CallReceiver:
         streams = self._read_streams(header, contents, reader)
         slots = [self._read_slot(slot, reader) for slot in contents.slots]
         made = Pass(plan, streams, [_NOTHING if slot is None else slot for slot in slots])
-        first, last = (0, plan.end) if blocks_of is None else blocks_of(plan)
-        if any(slots[number] is None for number in made.slots_between(first, last)):
+        first = 0 if blocks_of is None else blocks_of(plan)[0]
+        if any(slots[number] is None for number in made.slots_between(first, plan.end)):
             raise CallError("a call lacks a slot that its blocks use")
         self.digests = [None if slot is None else slot.digest for slot in contents.slots]
         return header, made
@@ -336,6 +343,8 @@ def _opened(payload: Buffer | Sequence[Buffer]) -> tuple[CallHeader, Contents, R
     if length > MAX_HEADER_BYTES:
         raise CallError("a call's header is too long")
     header, contents = decode_header(reader.take(length))
+    if any(math.prod(stream.shape[:-1]) > MAX_ROWS for stream in contents.streams):
+        raise CallError(f"a call's stream has more than {MAX_ROWS} rows")
     if contents.size_bytes != reader.left:
         raise CallError(f"a call holds {reader.left} bytes where {contents.size_bytes} are due")
     return header, contents, reader

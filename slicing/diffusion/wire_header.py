@@ -15,7 +15,7 @@ from slicing.diffusion.patches import Cut, PatchesRefused
 from slicing.diffusion.wire_tensors import TensorEntry, WireForm
 from slicing.errors import CallError
 
-MAX_HEADER_BYTES = 8 << 20  # 65,536 slots of about 100 bytes
+MAX_HEADER_BYTES = 1 << 20  # 8,192 slots of about 100 bytes; reading more would hold up other threads
 MAX_MODE = 2  # whole, whole and keep, patch
 MAX_NUMBER = (1 << 32) - 1
 MAX_VERDICTS = 128  # one of each hop
@@ -115,11 +115,15 @@ class Contents:
         slots = (slot.entry.size_bytes for slot in self.slots if slot is not None and slot.entry is not None)
         return self.plan_bytes + sum(stream.size_bytes for stream in self.streams) + sum(slots)
 
-    @property
-    def expanded_bytes(self) -> int:
-        """What slots take beyond what is sent of them, since their rows come in runs."""
-        entries = [slot.entry for slot in self.slots if slot is not None and slot.entry is not None]
-        return sum(entry.full_bytes - entry.size_bytes for entry in entries if entry.runs is not None)
+    def expanded_bytes(self, form: WireForm) -> int:
+        """What tensors take beyond what is sent of them: their rows come in runs, or in a shorter form.
+
+        Where differences are sent, streams are kept besides, as they came and as they will be sent on.
+        """
+        slots = [slot.entry for slot in self.slots if slot is not None and slot.entry is not None]
+        more = sum(max(0, entry.full_bytes - entry.size_bytes) for entry in (*slots, *self.streams))
+        kept = 2 if form is WireForm.INT8_DELTA else 0
+        return more + kept * sum(stream.full_bytes for stream in self.streams)
 
 
 def encode_header(header: CallHeader, contents: Contents) -> bytes:

@@ -27,7 +27,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHORTENED = (torch.float32, torch.float16, torch.bfloat16)  # what other forms than the raw one are made of
 MAX_DIMENSIONS = 8
+MAX_SIZE = 1 << 20  # of one dimension: the largest known models have 2^17 tokens
+MAX_ROWS = 1 << 19  # of a stream in all, guidance in one call: attention takes their square, undisturbed
 MAX_ELEMENTS = 1 << 40  # so that no product of sizes is a number to be afraid of; bytes are counted besides
+MAX_EMPTY_ELEMENTS = (
+    1 << 24
+)  # as many as an empty tensor would have with ones for zeros: blocks may reduce it to those
 SCALE = torch.bfloat16  # of an int8 row: the range of float32 in two bytes, and the loop mends what it rounds
 STEPS = 127.0
 PIECE_ELEMENTS = 1 << 18  # of a difference at a time: what is made on the way stays in the processor's cache
@@ -35,6 +40,7 @@ PIECE_ELEMENTS = 1 << 18  # of a difference at a time: what is made on the way s
 # tensors from this size on, runs of equal rows are sent once.
 RUNS_FROM_BYTES = 1 << 20
 MAX_RUNS = 64
+HELD_BYTES = 1 << 10  # what remembering a tensor takes beside its elements: many may be tiny, or empty
 
 
 class WireForm(StrEnum):
@@ -121,8 +127,9 @@ def _form_named(name: str) -> WireForm:
 
 
 def _sizes(shape: list[object]) -> tuple[int, ...]:
-    sizes = tuple(size for size in shape if type(size) is int and 0 <= size <= MAX_ELEMENTS)
-    if len(sizes) < len(shape) or math.prod(sizes) > MAX_ELEMENTS:
+    sizes = tuple(size for size in shape if type(size) is int and 0 <= size <= MAX_SIZE)
+    most = MAX_ELEMENTS if all(sizes) else MAX_EMPTY_ELEMENTS
+    if len(sizes) < len(shape) or math.prod(max(size, 1) for size in sizes) > most:
         raise _unknown()
     return sizes
 
@@ -140,11 +147,7 @@ def _lengths(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     is_list = isinstance(value, list) and 0 < len(value) <= MAX_RUNS
-    if (
-        isinstance(value, list)
-        and is_list
-        and all(type(it) is int and 0 < it <= MAX_ELEMENTS for it in value)
-    ):
+    if isinstance(value, list) and is_list and all(type(it) is int and 0 < it <= MAX_SIZE for it in value):
         return tuple(value)
     raise CallError("a call's header names runs that are none")
 
@@ -178,7 +181,7 @@ class Bases:
     @property
     def size_bytes(self) -> int:
         """Memory held now."""
-        return sum(base.nbytes for base in self._held.values())
+        return sum(base.nbytes + HELD_BYTES for base in self._held.values())
 
     def begin(self, cut: Cut | None) -> None:
         """A pass of this cut comes: what was kept of other cuts is not needed any more."""

@@ -15,7 +15,7 @@ from PIL import Image
 
 from app.engine.request import ModelStatus
 from app.openapi import ImageAnswer, ImageEvent
-from routing.errors import NoRouteError
+from routing.errors import NoRouteError, TooLargeError
 from tests.support.api_server import Served, serve_engines, settles
 from tests.support.fake_pictures import FINGERPRINT, FakePictures, fake_videos
 from tests.support.local_engine import ScriptedEngine
@@ -176,6 +176,10 @@ async def test_pictures_under_urls_stay_within_their_bytes(painter: FakePictures
         ({"patches": 3}, "patches", "2 stages"),
         ({"seed": 2**63}, "seed", "less"),
         ({"seed": -1}, "seed", "greater"),
+        ({"width": 64, "height": 64}, "width", "called size"),
+        ({"cfg_scale": 7}, "cfg_scale", "called guidance_scale"),
+        ({"num_images_per_prompt": 2}, "num_images_per_prompt", "called n"),
+        ({"num_frames": 9}, "num_frames", "no frames"),
         ({"output_format": "gif"}, "output_format", "png"),
         ({"output_compression": 50}, "output_compression", "png keeps every bit"),
         ({"partial_images": 2}, "partial_images", "needs stream"),
@@ -261,6 +265,17 @@ async def test_a_failure_on_the_way_ends_a_stream_with_an_error(
     with pytest.raises(openai.APIError, match="2:4"):
         async for _ in stream:
             pass
+
+
+async def test_a_pass_that_is_too_large_is_the_callers_mistake(served: Served, painter: FakePictures) -> None:
+    def refuse(number: int) -> None:
+        raise TooLargeError("a pass of 2 B is larger than 1 B")
+
+    painter.before_step = refuse
+    answer = await post(served)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "size")
+    assert "2 B" in error["message"]
 
 
 async def test_no_route_is_a_503_with_the_layers(served: Served, painter: FakePictures) -> None:

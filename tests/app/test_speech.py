@@ -91,6 +91,8 @@ async def test_events_hold_the_same_sound_and_usage(served: Served) -> None:
         ({"duration": 0}, "duration"),
         ({"duration": 1, "seconds": 2}, "seconds"),
         ({"instructions": "whisper"}, "instructions"),
+        ({"n": 2}, "n"),
+        ({"size": "32x32"}, "size"),
         ({"model": "scripted"}, "model"),
         ({"model": "painter"}, "model"),
     ],

@@ -265,7 +265,15 @@ async def test_a_list_has_pages_in_both_orders(served: Served) -> None:
         rest = {"limit": 3, "order": order, "after": page["last_id"]}
         page = (await served.http.get(PATH, params=rest)).json()
         assert ([job["id"] for job in page["data"]], page["has_more"]) == (expected[2:], False)
-    for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}, {"after": "video_none"}):
+    long = "1" + "0" * 5000  # more digits than Python reads
+    for wrong in (
+        {"limit": "0"},
+        {"limit": "x"},
+        {"limit": long},
+        {"limit": "000000001" + long},
+        {"order": "up"},
+        {"after": "video_none"},
+    ):
         answer = await served.http.get(PATH, params=wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(wrong)))
 
@@ -428,6 +436,10 @@ async def test_only_the_owner_of_the_process_can_read(served: Served, tmp_path: 
         ({"seconds": 0}, "seconds"),
         ({"seconds": 1, "num_frames": 9}, "num_frames"),
         ({"steps": 0}, "steps"),
+        ({"n": 2}, "n"),
+        ({"width": 64}, "width"),
+        ({"fps": 30}, "fps"),
+        ({"duration": 2}, "duration"),
         ({"input_reference": {"image_url": "x"}}, "input_reference"),
         ({"model": "painter"}, "model"),
     ],

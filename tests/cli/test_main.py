@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.children import own_command
+from cli.main import main
 from tests.cli.conftest import Diffuse, FakeGateway
 
 COMMANDS = (
@@ -116,3 +117,13 @@ def test_an_ended_query_leaves_the_code_shells_expect_and_no_traceback(
         _, said = process.communicate(timeout=10)
     gateway.release.set()
     assert (process.returncode, said) == (code, b"")
+
+
+def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cli.main.app", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import io
 import json
@@ -139,6 +140,7 @@ def test_json_names_the_file_and_what_it_took(diffuse: Diffuse, served: Served) 
         ("painter", ["--max-tokens", "5"], "makes? text"),
         ("painter", ["--system", "s"], "makes? text"),
         ("painter", ["--size", "big"], "512x512"),
+        ("painter", ["--per-block"], "a gateway decides it when it starts"),
     ],
 )
 def test_flags_that_do_not_fit_are_usage_errors(
@@ -171,6 +173,70 @@ def test_drawing_flags_on_a_text_model_are_usage_errors(diffuse: Diffuse, gatewa
     result = diffuse("query", "-p", "Hi", "--url", gateway.url, "--steps", "5")
     assert result.exit_code == 2
     assert not gateway.requests
+
+
+PIXEL = base64.b64encode(b"a picture").decode()
+CARD = {"id": "tiny", "status": "ready", "architecture": {"output_modalities": ["image"]}}
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "says"),
+    [
+        ([{"type": "image_generation.progress", "step": "a", "steps": [], "seconds": "x"}], 1, "cut short"),
+        ([{"type": "image_generation.completed", "b64_json": "!!"}], 1, "cannot be read"),
+        ([{"type": 7}, []], 1, "not an object"),
+        ([{"error": {"message": [1]}}], 1, "1"),
+        (
+            [
+                {
+                    "type": "image_generation.completed",
+                    "b64_json": PIXEL,
+                    "seed": "x",
+                    "timings": {"compute_s": "x", "network_s": {}, "busy": ["x"]},
+                }
+            ],
+            0,
+            "seed 0",
+        ),
+    ],
+)
+def test_a_gateway_that_tells_nonsense_is_no_traceback(
+    diffuse: Diffuse, gateway: FakeGateway, tmp_path: Path, events: list[Any], code: int, says: str
+) -> None:
+    gateway.models, gateway.events = [CARD], events
+    out = tmp_path / "x.png"
+    result = diffuse("query", "-p", "x", "--url", gateway.url, "--steps", "5", "--out", str(out))
+    assert (result.exit_code, out.exists()) == (code, code == 0), result.stderr
+    assert says in result.stderr
+    assert "fault of ours" not in result.stderr
+
+
+def test_a_model_that_makes_what_we_do_not_know_is_asked_for_text(
+    diffuse: Diffuse, gateway: FakeGateway
+) -> None:
+    gateway.models = [CARD | {"architecture": {"output_modalities": ["embedding"]}}]
+    gateway.says("Hello")
+    result = diffuse("query", "-p", "x", "--url", gateway.url)
+    assert result.exit_code == 0, result.stderr
+
+
+def test_drawing_flags_on_an_unknown_model_say_that_it_is_unknown(diffuse: Diffuse, served: Served) -> None:
+    result = diffuse("query", "-p", "x", "--url", served.url, "--model", "nobody", "--steps", "5")
+    assert result.exit_code == 1
+    assert "`nobody` does not exist" in result.stderr
+
+
+def test_a_folder_that_takes_no_file_is_found_out_before_the_work(
+    diffuse: Diffuse, served: Served, engines: dict[str, FakePictures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(dir: Path) -> Any:  # noqa: A002
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("cli.draw.tempfile.TemporaryFile", refuse)
+    result = diffuse("query", "-p", "x", "--url", served.url, "--model", "painter", "--out", "x.png")
+    assert result.exit_code == 1
+    assert "Read-only file system" in result.stderr
+    assert not engines["painter"].requests
 
 
 def test_a_refused_size_says_the_allowed_step(diffuse: Diffuse, served: Served) -> None:
@@ -210,6 +276,13 @@ def test_the_engine_in_this_process_writes_the_same_files(
     assert result.stdout == f"a-red-circle{suffix}\n"
     assert "4 steps, 10 ms each" in result.stderr
     assert (own_engine.settings.model, own_engine.settings.wire) == ("m", "int8-delta")
+
+
+def test_blocks_are_sent_one_by_one_where_the_user_says_so(diffuse: Diffuse, own_engine: Any) -> None:
+    for flags in ([], ["--per-block"]):
+        result = diffuse("query", "-p", "a", "--node", NODE, "--model", "m", *flags)
+        assert result.exit_code == 0, result.stderr
+        assert own_engine.settings.library.ends.per_block is bool(flags)
 
 
 def test_blocks_without_a_node_are_named(diffuse: Diffuse, own_engine: Any) -> None:

@@ -241,6 +241,7 @@ def test_a_gateway_gets_what_its_flags_say(diffuse: Diffuse, served: list[Any]) 
             "2:1",
             "--wire",
             "bf16",
+            "--per-block",
             "--listen",
             "0.0.0.0:8443",
             "--public-addr",
@@ -256,6 +257,7 @@ def test_a_gateway_gets_what_its_flags_say(diffuse: Diffuse, served: list[Any]) 
     ((model, name),) = [(named.model, named.name) for named in library.models]
     assert (model, name, library.ends.ends) == ("tiny", "T", "remote")
     assert (library.ends.local_layers, library.ends.wire, library.ends.threads) == ((2, 1), "bf16", 1)
+    assert library.ends.per_block
     assert [str(address) for address in member.nodes] == [NODE, NODE]
     assert member.bootstraps == ()
 

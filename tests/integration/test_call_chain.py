@@ -238,6 +238,52 @@ async def test_where_every_answer_is_wrong_the_reason_is_told_in_the_end() -> No
         await branch.chain.close()
 
 
+@pytest.mark.parametrize("hop", range(5))
+@pytest.mark.parametrize("num_liars", [1, 2])
+async def test_who_makes_a_wrong_answer_is_found_wherever_it_stands(hop: int, num_liars: int) -> None:
+    """All after it pass its shape on, and each could be replaced in turn for nothing."""
+    async with home() as here:
+        await two_of_each(here, 1, 2, 3, 4)
+        branch = await open_branch(here)
+        await branch.run(0)
+        for place in range(hop, min(hop + num_liars, 5)):
+            blocks_of(loser(here, branch.chain, place)).spoil = another_shape
+        assert same(await branch.run(1), run_whole(toy_pass(1)))
+        assert branch.chain.replays <= 2
+        replays = branch.chain.replays
+        assert same(await branch.run(2), run_whole(toy_pass(2)))
+        assert branch.chain.replays == replays, "and it stays away"
+        await branch.chain.close()
+
+
+async def test_who_makes_a_wrong_answer_is_found_among_nodes_that_nobody_replaces() -> None:
+    async with home() as here:
+        spans = [(0, 1), (1, 2), (1, 2), (2, 3), (3, 4), (4, NUM_LAYERS), (4, NUM_LAYERS)]
+        await here.know(*[await add_block_node(here.rig, start, end) for start, end in spans])
+        branch = await open_branch(here)
+        await branch.run(0)
+        blocks_of(loser(here, branch.chain, 1)).spoil = another_shape
+        assert same(await branch.run(1), run_whole(toy_pass(1)))
+        assert branch.chain.replays <= 4
+        await branch.chain.close()
+
+
+async def test_an_answer_far_larger_than_the_call_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("PART_BYTES", 1000), ("MIN_PART_BYTES", 500), ("VERDICTS_BYTES", 1000)):
+        monkeypatch.setattr(f"routing.parts.{name}", size)
+    async with home() as here:
+        await two_of_each(here, 3)
+        branch = await open_branch(here)
+        await branch.run(0)
+        blocks_of(loser(here, branch.chain, 1)).spoil = lambda streams: [torch.zeros(1, 200, 8)]
+        assert same(await branch.run(1), run_whole(toy_pass(1)))
+        for node in here.rig.nodes:
+            blocks_of(node).spoil = lambda streams: [torch.zeros(1, 2000, 8)]
+        with pytest.raises(RemoteError, match="a call of more than"):
+            await branch.run(2)
+        await branch.chain.close()
+
+
 async def test_a_wrong_answer_among_several_costs_only_itself() -> None:
     async with home() as here:
         await two_of_each(here, 3)

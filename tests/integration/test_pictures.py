@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,7 +17,8 @@ from app.engine.diffusion import call_session
 from app.engine.diffusion.backend import ChainBackend
 from app.engine.diffusion.generation import PipelineEngine
 from app.engine.diffusion.model import OpenedPipeline
-from app.engine.diffusion.request import DiffusionRequest, Made, PatchVerdict, StepDone
+from app.engine.diffusion.request import DiffusionRequest, Made, PatchVerdict, Started, StepDone
+from app.engine.request import ModelUnavailableError, RequestError
 from routing import live_route, route_watch
 from routing.errors import NoRouteError
 from slicing.diffusion.block_range import BlockRange
@@ -70,6 +72,31 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, Mode]]]:
 
     monkeypatch.setattr(call_session._Call, "make", make)
     return packed
+
+
+async def test_blocks_that_are_no_plain_thread_run_one_by_one_and_a_gateway_without_says_how(
+    opened: Open, tiny_pipelines: TinyPipelines
+) -> None:
+    name = "hunyuan-dit"
+    pipeline, request = open_tiny(tiny_pipelines, name, per_block=True), request_for(name)
+    async with home() as here:
+        nodes = await picture_nodes(here, pipeline, cuts=(1, 3))
+        events = await drawn(engine_over(here, pipeline), request)
+        made = events[-1]
+        assert isinstance(made, Made)
+        assert made_bytes(made) == whole_bytes(tiny_pipelines, name, pipeline, request)
+        assert made.timings.passes == 4 * STEPS
+        assert [node.stats.calls_run for node in nodes] == [4 * STEPS] * 3
+        (started,) = [event for event in events if isinstance(event, Started)]
+        assert started.notes == ("its 4 blocks are sent one by one (--per-block), at one round trip a block",)
+        with pytest.raises(RequestError, match="--per-block") as refused:
+            engine_over(here, pipeline).check(replace(request, patches=2, steps=PATCHED_STEPS))
+        assert refused.value.param == "patches"
+        with pytest.raises(ModelUnavailableError) as caught:
+            await draw(engine_over(here, opened(name)), request)
+        told = "block 3 of transformer.blocks, argument skip, is an output of block 0; these blocks cannot run on "
+        told += "other nodes in one pass: start the gateway with --per-block, at one round trip a block"
+        assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

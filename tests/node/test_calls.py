@@ -16,11 +16,11 @@ from routing.endpoint import Endpoint
 from routing.errors import ErrorCode
 from routing.parts import parts_of
 from routing.types import Answer, AnswerKind, HopTrace, Opened, Step, StepFlag
-from slicing.diffusion.calls import Pass
+from slicing.diffusion.calls import BlockCall, Pass, Plan
 from slicing.diffusion.patches import Cut, Mode
 from slicing.diffusion.wire import CallHeader, CallReceiver, CallSender
 from slicing.runner import Cancelled
-from tests.node.block_rig import GRID, ToyBlocks, add_block_node, run_whole, toy_pass
+from tests.node.block_rig import GRID, STACK, ToyBlocks, add_block_node, run_whole, toy_pass
 from tests.node.rig import Node, Rig, task_group, until
 from tests.node.test_steps import some_rows
 from tests.support.fake_link import FakeNetwork
@@ -250,15 +250,138 @@ async def test_a_session_that_waits_for_other_hops_keeps_its_room_longer(rig: Ri
 
 
 async def test_what_arrives_and_what_is_remembered_counts_against_the_memory(rig: Rig) -> None:
-    made = toy_pass(0, tokens=64)
-    size = CallSender().pack(CallHeader(), made)
-    node = await add_block_node(rig, kv_budget_bytes=len(size) + 500)
+    made = toy_pass(0, tokens=512)
+    payload, receiver = CallSender().pack(CallHeader(), made), CallReceiver()
+    receiver.unpack(payload)
+    due = len(payload) + receiver.size_bytes
+    node = await add_block_node(rig, kv_budget_bytes=due + 500)
     calls = await Calls(rig, (node, 0, 6)).open()
     await calls.run(1, made)
-    assert node.stats.kv_bytes == len(size)
+    assert node.stats.kv_bytes == due
     made.slots[0] = torch.randn(1, 40, 8)  # other text: both are remembered now
     await calls.send(calls.step(2, made))
     assert (await calls.failure())[0] is ErrorCode.BUSY
+    assert node.stats.num_sessions == node.stats.kv_bytes == 0
+
+
+async def test_rows_that_are_sent_once_count_as_what_they_become(rig: Rig) -> None:
+    """A few hundred bytes that make a MiB each: what one session remembers is not free for the next."""
+    node = await add_block_node(rig, kv_budget_bytes=3 << 20)
+    plan = Plan(STACK, (BlockCall(0, (0, 1)),) * 6, toy_pass(0).plan.shapes, None, 1)
+    made = Pass(plan, toy_pass(0).streams, [torch.zeros(1, 1 << 15, 8), torch.zeros(1, 1, 8)])
+    for _ in range(2):
+        calls = await Calls(rig, (node, 0, 6)).open()
+        step = calls.step(1, made)
+        assert len(step.payload) < 4000
+        await calls.send(step)
+        await calls.answer(1)
+    assert node.stats.kv_bytes > 2 << 20
+    calls = await Calls(rig, (node, 0, 6)).open()
+    await calls.send(calls.step(1, made))
+    code, text = await calls.failure()
+    assert code is ErrorCode.BUSY
+    assert "are free" in text
+    assert node.stats.num_sessions == 2
+
+
+async def test_what_a_call_leaves_behind_must_fit_or_the_session_ends(rig: Rig) -> None:
+    made = toy_pass(0, tokens=64)
+    size = len(CallSender().pack(CallHeader(), made))
+    node = await add_block_node(rig, kv_budget_bytes=size + 500)
+    calls = await Calls(rig, (node, 0, 6)).open()
+    await calls.send(calls.step(1, made))
+    assert (await calls.failure())[0] is ErrorCode.BUSY
+    assert node.stats.num_sessions == node.stats.kv_bytes == 0
+
+
+def crafted(name: str) -> Pass:
+    """A pass whose plan is one, and fits no block."""
+    good = toy_pass(0)
+    text, embedding = {"slot": 0}, {"slot": 1}
+    kwargs: dict[str, Any] = {"text": text, "embedding": embedding}
+    args: list[Any] = [{"stream": 0}]
+    match name:
+        case "another name":
+            kwargs = {"no_such_name": text, "embedding": embedding}
+        case "itself":
+            kwargs["self"] = 1
+        case "twice":
+            kwargs["hidden_states"] = 1
+        case "a type for a tensor":
+            args = [{"dtype": "int8"}]
+        case "a nest for a tensor":
+            args = [[[[[[[[{"stream": 0}]]]]]]]]
+        case "no number":
+            args = [{"float": "nan"}]
+        case "a huge number":
+            args = [1 << 24]
+        case "whole numbers":
+            good.slots[1] = torch.full((1, 1, 8), 1 << 40)
+        case "others' width":
+            good.slots[1] = torch.zeros(1, 1, 9)
+        case "empty":
+            good.slots[0] = torch.zeros(1, 0, 8)
+        case "infinite":
+            good.slots[1] = torch.full((1, 1, 8), float("nan"))
+    shape = {"args": args, "kwargs": kwargs}
+    outputs = (0, None) if name == "two outputs" else None
+    plan = Plan(STACK, (BlockCall(0, (0, 1)),) * 6, (shape,), outputs, 1)
+    return Pass(plan, good.streams, good.slots)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("another name", "itself", "twice", "a type for a tensor", "a nest for a tensor", "no number"),
+        *("a huge number", "others' width", "empty", "infinite", "two outputs", "whole numbers"),
+    ],
+)
+async def test_a_plan_that_fits_no_block_costs_its_own_session_only(rig: Rig, name: str) -> None:
+    node = await add_block_node(rig)
+    other = await Calls(rig, (node, 0, 6)).open()
+    await other.run(1)
+    calls = await Calls(rig, (node, 0, 6)).open()
+    await calls.send(calls.step(1, crafted(name)))
+    if name == "whole numbers":  # tanh of it is 1: an odd picture, and no trouble
+        await calls.answer(1)
+    else:
+        code, text = await calls.failure()
+        assert code is ErrorCode.COMPUTE
+        assert "nan" not in text
+        assert node.stats.num_sessions == 1
+    await other.run(2)
+
+
+async def test_flags_of_other_work_make_no_other_work_of_a_call(rig: Rig) -> None:
+    node = await add_block_node(rig)
+    calls = await Calls(rig, (node, 0, 6)).open()
+    first = await calls.run(1)
+    step = calls.step(2)
+    await calls.send(calls.step_of(2, bytes(step.payload), flags=StepFlag.REPLAY))
+    second = await calls.answer(2)
+    assert torch.equal(second[0], run_whole(toy_pass(1))[0])
+    assert not torch.equal(first[0], second[0])
+    skipped = calls.sender.pack(CallHeader(pass_number=9), toy_pass(9))
+    calls.sender.pack(CallHeader(pass_number=10), toy_pass(10))
+    later = calls.sender.pack(CallHeader(pass_number=12), toy_pass(10))  # by digests that never came
+    await calls.send(calls.step_of(13, later, flags=StepFlag.REPLAY))
+    assert (await calls.failure())[0] is ErrorCode.STEP
+    assert skipped
+    assert node.stats.num_sessions == node.stats.kv_bytes == 0
+
+
+async def test_a_call_that_never_ends_is_counted_and_given_up_with_its_session(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("PART_BYTES", 200), ("MIN_PART_BYTES", 100)):
+        monkeypatch.setattr(f"routing.parts.{name}", size)
+    node = await add_block_node(rig)
+    calls = await Calls(rig, (node, 0, 6)).open()
+    first, *_ = parts_of(calls.step(1))
+    await calls.send(first)
+    await until(lambda: node.stats.kv_bytes == 200)
+    node.now[0] += 3600.0
+    node.server.sweep()
     assert node.stats.num_sessions == node.stats.kv_bytes == 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from routing import wire
 from routing.answers import SentStep, check_answer
-from routing.errors import ErrorCode, ProtocolError, SecurityError
+from routing.calls import Calls
+from routing.errors import ErrorCode, ProtocolError, SecurityError, TooLargeError
 from routing.parts import MAX_CALL_BYTES, MIN_CALL_ROWS, Assembly, call_rows, parts_of
 from routing.recorded import RecordedStep, Recording
 from routing.sealing import decode_entry, encode_entry
@@ -194,3 +197,11 @@ def test_what_a_call_costs_is_told_in_rows() -> None:
     assert call_rows(4096 * 4096, 4096) == 4096
     assert call_rows(1 << 40, 2) == (1 << 16) - 1
     assert call_rows(1000, 0) == 1000
+
+
+async def test_a_pass_that_no_node_takes_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("routing.calls.MAX_CALL_BYTES", 3)
+    calls = Calls()
+    recorded = calls.new(lambda is_fresh: b"four", None, None)
+    with pytest.raises(TooLargeError, match="4 B is larger than 3 B"):
+        await calls.make(recorded, cast(Any, SimpleNamespace(epoch=1)))

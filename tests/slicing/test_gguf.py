@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slicing import gguf_conversion
 from slicing.errors import ModelError
-from slicing.gguf import PACKAGED, PackagedModel, converted_folder
+from slicing.gguf import PACKAGED, PackagedModel, _key, converted_folder
 from slicing.model_source import open_checkpoint
 from slicing.weights import layer_number, load_parameters
 from tests.support.gguf_files import CHAT_TEMPLATE, write_gguf
@@ -97,12 +97,13 @@ def test_a_conversion_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_what_a_killed_conversion_left_is_deleted_by_the_next_of_the_same_file(tmp_path: Path) -> None:
-    write_gguf(gguf_model("llama"), tmp_path / "a[1].gguf")
-    folder = converted_folder(tmp_path / "a[1].gguf", tmp_path / "cache")
+    file = tmp_path / "a[1].gguf"
+    write_gguf(gguf_model("llama"), file)
+    folder = tmp_path / "cache" / "gguf" / f"a[1]-{_key(file)}"
     another = folder.with_name("other-0123.99.partial")
-    for leftover in (folder.rename(folder.with_name(f"{folder.name}.99.partial")), another):
-        leftover.mkdir(exist_ok=True)
-    assert converted_folder(tmp_path / "a[1].gguf", tmp_path / "cache") == folder
+    for leftover in (folder.with_name(f"{folder.name}.99.partial"), another):
+        (leftover / "some").mkdir(parents=True)
+    assert converted_folder(file, tmp_path / "cache") == folder
     assert list(folder.parent.glob("*.partial")) == [another]  # it may be at work: its lock is not ours
 
 

@@ -12,21 +12,22 @@ from app.engine.diffusion.model import OpenedPipeline, load_opened, look_up_pipe
 from app.engine.diffusion.pipeline_call import call_arguments, taken
 from app.engine.diffusion.request import DiffusionEngine, DiffusionEvent, DiffusionRequest, Made
 from app.engine.model import EndsSettings
-from tests.support.tiny_pipelines import PIPELINES, PROMPT, TinyPipelines, quiet
+from tests.support.tiny_pipelines import PROMPT, TinyPipelines, pipeline_named, quiet
 
 STEPS = 4
 
 
-def open_tiny(pipelines: TinyPipelines, name: str) -> OpenedPipeline:
+def open_tiny(pipelines: TinyPipelines, name: str, *, per_block: bool = False) -> OpenedPipeline:
     """The pipeline of this name without its remote blocks."""
+    settings = EndsSettings(per_block=per_block)
     with quiet():
-        found = look_up_pipeline(str(pipelines.folder(name)), EndsSettings())
-        return load_opened(found, EndsSettings())
+        found = look_up_pipeline(str(pipelines.folder(name)), settings)
+        return load_opened(found, settings)
 
 
 def request_for(name: str, **changes: Any) -> DiffusionRequest:
     """The small call of a pipeline of this name as a request."""
-    call = PIPELINES[name].call
+    call = pipeline_named(name).call
     request = DiffusionRequest(
         "test",
         name,

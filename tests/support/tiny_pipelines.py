@@ -36,12 +36,12 @@ class TinyPipelines:
         self._root = root
 
     def folder(self, name: str) -> Path:
-        """The folder of the pipeline of this name (see `PIPELINES`)."""
+        """The folder of the pipeline of this name (see `PIPELINES` and `BLOCK_BY_BLOCK`)."""
         folder = self._root / name
         if not (folder / "model_index.json").is_file():
             torch.manual_seed(7)
             with quiet():
-                PIPELINES[name].build().save_pretrained(folder)
+                pipeline_named(name).build().save_pretrained(folder)
         return folder
 
     def whole(self, name: str) -> Any:
@@ -66,7 +66,7 @@ def draw(pipeline: Any, name: str, *, seed: int = 0, steps: int = 3, **changes: 
     generator = torch.Generator("cpu").manual_seed(seed)
     asked = {"prompt": PROMPT, "num_inference_steps": steps, "output_type": "pt"}
     with quiet():
-        made = pipeline(generator=generator, **PIPELINES[name].call | asked | changes)
+        made = pipeline(generator=generator, **pipeline_named(name).call | asked | changes)
     first = next(iter(made.values()))
     assert isinstance(first, torch.Tensor)
     return first
@@ -258,6 +258,57 @@ def flux() -> Component:
     )
 
 
+def hunyuan_dit() -> Component:
+    """Its later blocks take what its earlier ones gave: no plain thread."""
+    from diffusers import AutoencoderKL, DDPMScheduler, HunyuanDiT2DModel, HunyuanDiTPipeline
+    from transformers import BertConfig, BertModel
+
+    transformer = HunyuanDiT2DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        patch_size=2,
+        sample_size=8,
+        hidden_size=32,
+        num_layers=4,
+        cross_attention_dim=TEXT_DIM,
+        cross_attention_dim_t5=TEXT_DIM,
+        pooled_projection_dim=16,
+        text_len=77,
+        text_len_t5=256,
+        use_style_cond_and_image_meta_size=False,
+    )
+    bert = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=TEXT_DIM,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=77,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8,) * 4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        sample_size=64,
+    )
+    return HunyuanDiTPipeline(
+        vae=vae.eval(),
+        text_encoder=BertModel(bert).eval(),
+        tokenizer=byte_tokenizer(77),
+        text_encoder_2=t5_encoder(),
+        tokenizer_2=byte_tokenizer(256),
+        transformer=roughen(transformer),
+        scheduler=DDPMScheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
 # Video --------------------------------------------------------------------------------------------------------
 
 
@@ -440,3 +491,22 @@ PIPELINES: dict[str, TinyPipeline] = {
         4,
     ),
 }
+# Those whose blocks are no plain thread.
+BLOCK_BY_BLOCK: dict[str, TinyPipeline] = {
+    "hunyuan-dit": TinyPipeline(
+        hunyuan_dit,
+        {
+            "height": 64,
+            "width": 64,
+            "guidance_scale": 3.0,
+            "negative_prompt": NEGATIVE,
+            "use_resolution_binning": False,
+        },
+        4,
+    ),
+}
+
+
+def pipeline_named(name: str) -> TinyPipeline:
+    """One of either table."""
+    return (PIPELINES | BLOCK_BY_BLOCK)[name]

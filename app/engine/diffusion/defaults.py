@@ -17,6 +17,7 @@ USUAL_STEPS = 30  # for a pipeline whose call names none
 USUAL_FPS = 16.0  # no pipeline folder says how fast its frames follow one another
 USUAL_FRAMES = 17
 USUAL_SIZE = 512
+STATED_STEPS = (1, 8, 16, 32, 64)  # of sizes, that pipelines write into their checks as numbers
 UNLIMITED = 1 << 20  # tokenizers without a length of their own claim 1e30
 
 SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
@@ -40,7 +41,7 @@ def defaults_of(pipeline: Any, kind: Kind) -> DiffusionDefaults:
     }
     if kind is Kind.AUDIO:
         return _sound(pipeline, call, shared)
-    shared["size_step"] = size_step(pipeline)
+    shared["size_step"] = size_step(pipeline, call)
     width, height = (_size(pipeline, call, side, shared["size_step"]) for side in ("width", "height"))
     if kind is Kind.PICTURE:
         return DiffusionDefaults(width=width, height=height, **shared)
@@ -68,8 +69,36 @@ def guidance_name(call: Mapping[str, Any]) -> str | None:
     return next((name for name in names if call[name] is not None), names[0] if names else None)
 
 
-def size_step(pipeline: Any) -> int:
-    """Width and height are multiples of this: what one latent makes, times what the transformer takes as one token."""
+def size_step(pipeline: Any, call: Mapping[str, Any]) -> int:
+    """Width and height are multiples of this: of a token's pixels, and as coarse as the pipeline's own check wants."""
+    token = token_pixels(pipeline)
+    steps = (math.lcm(token, stated) for stated in STATED_STEPS)
+    # Three times the step is a multiple of no coarser one.
+    return next((step for step in steps if _passes_check(pipeline, call, 3 * step)), token)
+
+
+def _passes_check(pipeline: Any, call: Mapping[str, Any], side: int) -> bool:
+    """Whether the pipeline's own check takes a square of this side, and all else as its call has it."""
+    check = getattr(pipeline, "check_inputs", None)
+    if check is None:
+        return True
+    arguments = {
+        name: call.get(name) for name, own in inspect.signature(check).parameters.items() if _is_open(own)
+    }
+    try:
+        check(**arguments | {"prompt": "a", "height": side, "width": side})
+    except Exception:  # whatever it dislikes
+        return False
+    return True
+
+
+def _is_open(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter must be given by its name."""
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+
+
+def token_pixels(pipeline: Any) -> int:
+    """The side of one token: what one latent makes, times the latents that the transformer takes as one."""
     scale = spatial_scale(pipeline)
     steps = [scale * patch for patch in _patch_sizes(pipeline)[-2:]] or [scale]
     for name in ("image_processor", "video_processor"):  # some pipelines pack latents outside the transformer

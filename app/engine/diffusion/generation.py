@@ -23,7 +23,7 @@ from app.engine.diffusion.request import (
     Loading,
     Made,
 )
-from app.engine.request import ModelStatus
+from app.engine.request import ModelStatus, RequestError
 from routing.errors import ErrorCode, NoRouteError, WorkError
 from slicing.diffusion.kinds import Kind
 
@@ -72,6 +72,9 @@ class PipelineEngine:
         self.opened.new_scheduler(request.scheduler)
         stages = self._backend.num_stages() if request.patches > 1 else 1
         check_asked_patches(self.defaults, request, stages)
+        if request.patches > 1 and self.opened.is_per_block:
+            text = "this gateway sends blocks one by one (--per-block), and patches are of whole passes: patches=1"
+            raise RequestError("patches", "invalid_value", text)
 
     async def generate(self, request: DiffusionRequest) -> AsyncGenerator[DiffusionEvent, None]:
         """See `DiffusionEngine.generate`."""

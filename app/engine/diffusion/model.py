@@ -37,6 +37,8 @@ from slicing.stacks import BUILDING
 
 FAILED_RETRY_S = 60
 PIPELINE_PACKAGES = ("diffusers", "transformers", "tokenizers", "torch", "numpy")  # a pipeline's own code
+PER_BLOCK_COST = "at one round trip a block"
+MAX_OPTION = 100_000  # of a scheduler's numbers: some are lengths of tables, made before anything is checked
 MAX_WORDS = 300  # characters of what a pipeline says of a request
 
 
@@ -74,6 +76,13 @@ class OpenedPipeline:
         return self.source.kind
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say of every picture."""
+        if not self.is_per_block:
+            return ()
+        return (f"its {self.facts.num_layers} blocks are sent one by one (--per-block), {PER_BLOCK_COST}",)
+
+    @property
     def patch_size(self) -> int | tuple[int, ...]:
         """Latents that one token is made of: along each side, or along time, height and width."""
         size = next(iter(self.source.transformers.values())).config.get("patch_size") or 1
@@ -89,33 +98,29 @@ class OpenedPipeline:
             if name not in known:
                 raise _bad_option(name, f"{type(scheduler).__name__} has no option {name}", sorted(known))
             if not _fits(value, scheduler.config[name]):
-                raise _bad_option(name, f"{name} takes no {type(value).__name__}", ())
+                kind = type(value).__name__
+                raise _bad_option(name, f"{name} takes no {kind}, or none above {MAX_OPTION}", ())
         try:
             return type(scheduler).from_config(scheduler.config, **options)
         except Exception as error:  # schedulers raise all sorts for what they do not do
             name = next(iter(options))
             raise _bad_option(name, f"{type(scheduler).__name__} refuses it: {_words(error)}", ()) from error
 
-    def explained(
-        self, error: BaseException, request: DiffusionRequest, *, has_stepped: bool
-    ) -> BaseException:
+    def explained(self, error: BaseException, request: DiffusionRequest, num_steps: int) -> BaseException:
         """What ended a picture, in words for clients; what is nobody's mistake but ours stays as it is.
 
-        `has_stepped`: beyond its first step, so that the request itself was no trouble.
+        `num_steps` were done: beyond the first, the request itself was no trouble.
         """
         if isinstance(error, RequestError | ModelUnavailableError | DiffuseError | asyncio.CancelledError):
             return error
         if isinstance(error, ThreadBroken | UnsupportedArgument):
-            hint = "" if self.is_per_block else " in one pass; the gateway can be told to send block by block"
+            mends = isinstance(error, ThreadBroken) and not self.is_per_block
+            hint = f" in one pass: start the gateway with --per-block, {PER_BLOCK_COST}" if mends else ""
             return ModelUnavailableError(
                 "model_failed", f"the model `{self.facts.name}`: {error}{hint}", FAILED_RETRY_S
             )
-        if isinstance(error, Exception) and not has_stepped and _is_raised_outside(error):
-            words = _words(error)
-            texts = (request.prompt, request.negative_prompt or "")
-            if not isinstance(error, ValueError) or any(text and text in words for text in texts):
-                words = f"its pipeline raises {type(error).__name__}; other steps, sizes or options may do"
-            return RequestError(None, "invalid_value", f"the model cannot make this: {words}")
+        if isinstance(error, Exception) and num_steps <= 1 and _is_raised_outside(error):
+            return _refusal(error, request, num_steps)
         return error
 
     def close(self) -> None:
@@ -193,7 +198,7 @@ def _fits(value: SchedulerOption, known: Any) -> bool:
     if isinstance(known, bool) or isinstance(value, bool):
         return isinstance(known, bool) and isinstance(value, bool)
     if isinstance(known, int | float):
-        return isinstance(value, int | float) and value == value and abs(value) < 1e9
+        return isinstance(value, int | float) and abs(value) <= MAX_OPTION  # false for NaN
     return isinstance(value, str) and isinstance(known, str)
 
 
@@ -207,6 +212,19 @@ def _is_raised_outside(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     name = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
     return name.partition(".")[0] in PIPELINE_PACKAGES
+
+
+def _refusal(error: Exception, request: DiffusionRequest, num_steps: int) -> RequestError:
+    """A pipeline's own error as a refusal of the field that it is about, as far as that can be told."""
+    raised = f"its pipeline raises {type(error).__name__}"
+    if num_steps == 1 and request.steps == 1:  # some end with what only schedulers of one step return
+        text = f"the model cannot make this in one step: {raised} after it; ask for 2 steps or more"
+        return RequestError("steps", "invalid_value", text)
+    words, texts = _words(error), (request.prompt, request.negative_prompt or "")
+    if not isinstance(error, ValueError) or any(text and text in words for text in texts):
+        words = f"{raised}; other steps, sizes or options may do"
+    param = "size" if "`height`" in words or "`width`" in words else None
+    return RequestError(param, "invalid_value", f"the model cannot make this: {words}")
 
 
 def _words(error: BaseException) -> str:

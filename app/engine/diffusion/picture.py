@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from app.engine.diffusion.branches import Attempt, Branch, Branches
-from app.engine.diffusion.defaults import tokenizers_of
+from app.engine.diffusion.defaults import token_pixels, tokenizers_of
 from app.engine.diffusion.model import OpenedPipeline
 from app.engine.diffusion.passes import Sessions
 from app.engine.diffusion.patching import Patching, PatchWish
@@ -40,9 +40,12 @@ from app.engine.diffusion.request import (
 )
 from app.engine.diffusion.texts import TextWatch
 from app.engine.diffusion.watched_scheduler import SchedulerStep, watched_scheduler
+from app.engine.request import RequestError
 from slicing.diffusion.calls import Pass
+from slicing.diffusion.wire_tensors import is_finite
 
 _MODULE_CALL = nn.Module._call_impl.__code__
+SMALL_BYTES = 1 << 20
 POLL_S = 0.1  # between two looks at whether a picture that waits for its turn is wanted still
 
 
@@ -121,7 +124,7 @@ class Picture:
         except PictureCancelled:
             self._emit(Failed(asyncio.CancelledError()))
         except BaseException as error:
-            self._emit(Failed(self._opened.explained(error, self._request, has_stepped=self.clock.steps > 1)))
+            self._emit(Failed(self._opened.explained(error, self._request, self.clock.steps)))
         finally:
             self._turn.give_back()
             self._is_cancelled.set()
@@ -191,15 +194,29 @@ class Picture:
     def _note_texts(self) -> None:
         if self.clock.begun_at == 0.0:
             self.clock.begin()
-            self._notes = self._texts.check()
+            self._notes = (*self._opened.notes, *self._texts.check())
 
     def _note_pass(self, made: Pass) -> None:
+        self._check_finite(made)
         if self._has_started:
             return
         self._has_started = True
         tokens = max((stream.shape[1] for stream in made.streams if stream.dim() > 1), default=0)
         uses = self.remote.uses()
         self._emit(Started(uses, self._steps, self._texts.num_tokens, tokens, self._notes))
+
+    def _check_finite(self, made: Pass) -> None:
+        """Refuse a pass whose numbers were lost here: a node would be blamed for what comes of it.
+
+        Masks hold infinities; large slots are tables and texts, which no option of a request changes.
+        """
+        small = [slot for slot in made.slots if slot.nbytes <= SMALL_BYTES]
+        if all(map(is_finite, made.streams)) and not any(_has_nan(slot) for slot in small):
+            return
+        text = (
+            f"step {self.clock.steps + 1} has numbers that are none: other options, guidance or steps may do"
+        )
+        raise RequestError("scheduler" if self._request.scheduler else None, "invalid_value", text)
 
     def _note_step(self, step: SchedulerStep) -> None:
         """A step of the noise scheduler was made."""
@@ -279,13 +296,17 @@ class _Turn:
             self._check()
 
 
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
 def _channels(pipeline: Any) -> int:
     config = getattr(getattr(pipeline, "vae", None), "config", {})
     return int(config.get("latent_channels") or config.get("z_dim") or 0)
 
 
 def _wish(opened: OpenedPipeline, request: DiffusionRequest) -> PatchWish:
-    step = opened.defaults.size_step
+    step = token_pixels(opened.pipeline)
     return PatchWish(
         request.patches,
         request.warmup,

@@ -17,7 +17,13 @@ from tests.support.opened_pictures import drawn, request_for
 LONG = "word " * 200  # 1000 bytes, of which the tiny tokenizers make a token each
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
-    ("pixart", {"width": 33}, "size", "width is 33; this model makes multiples of 4"),
+    ("pixart", {"width": 33}, "size", "width is 33; this model makes multiples of 8"),
+    (
+        "pixart",
+        {"height": 36},
+        "size",
+        "multiples of 8",
+    ),  # two tokens of 4 pixels more, which its pipeline refuses
     ("wan", {"height": 40}, "size", "multiples of 16"),
     ("pixart", {"width": 1 << 20}, "size", "up to 8192"),
     ("pixart", {"steps": 0}, "steps", "between 1 and 1000"),
@@ -39,6 +45,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("pixart", {"patches": 2, "steps": 9, "warmup": 0}, "warmup", "at least 1"),
     ("pixart", {"scheduler": {"wings": 2}}, "scheduler.wings", "has no option wings"),
     ("pixart", {"scheduler": {"solver_order": "two"}}, "scheduler.solver_order", "takes no str"),
+    (
+        "pixart",
+        {"scheduler": {"num_train_timesteps": 900_000_000}},
+        "scheduler.num_train_timesteps",
+        "100000",
+    ),
     ("pixart", {"scheduler": {"algorithm_type": "magic"}}, "scheduler.algorithm_type", "refuses it"),
 ]
 
@@ -100,11 +112,22 @@ async def test_what_the_pipeline_itself_breaks_at_is_the_requests_fault_not_ours
     """The stock pipeline cannot make one step with this scheduler."""
     pipeline = opened("pixart")
     engine = PipelineEngine(pipeline, LocalBackend(pipeline.source))
-    with pytest.raises(RequestError, match="the model cannot make this: its pipeline raises IndexError"):
+    with pytest.raises(RequestError, match="raises IndexError after it; ask for 2 steps or more") as caught:
         await drawn(engine, request_for("pixart", steps=1))
+    assert caught.value.param == "steps"
     monkeypatch.setattr("app.engine.diffusion.picture.call_arguments", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         await drawn(engine, request_for("pixart"))
+
+
+async def test_numbers_that_were_lost_here_are_never_sent_to_a_node(opened: Open) -> None:
+    """A shift of 0 makes the noise levels 0 / 0."""
+    pipeline = opened("wan")
+    backend = LocalBackend(pipeline.source)
+    with pytest.raises(RequestError, match="numbers that are none") as caught:
+        await drawn(PipelineEngine(pipeline, backend), request_for("wan", scheduler={"shift": 0.0}))
+    assert caught.value.param == "scheduler"
+    assert backend.opened == []
 
 
 def test_a_video_is_as_long_as_it_was_asked_for(opened: Open) -> None:

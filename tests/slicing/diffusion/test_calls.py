@@ -30,7 +30,7 @@ from slicing.errors import ModelError
 Pair = namedtuple("Pair", "left right")
 
 tensors = st.builds(torch.zeros, st.integers(0, 3))
-constants = st.none() | st.booleans() | st.integers(-(2**31), 2**31) | st.floats() | st.text(max_size=5)
+constants = st.none() | st.booleans() | st.integers(-(2**24), 2**24) | st.floats() | st.text(max_size=5)
 leaves = constants | tensors | st.sampled_from(sorted(DTYPES.values(), key=str)) | st.just(torch.Size([2, 3]))
 values = st.recursive(
     leaves,

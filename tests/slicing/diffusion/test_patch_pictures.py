@@ -59,7 +59,10 @@ def test_patches_move_a_picture_by_a_level_or_so(pictures: Pictures, whole: torc
 def test_branches_that_share_their_buffers_change_the_picture(
     pictures: Pictures, whole: torch.Tensor
 ) -> None:
+    """Several times more than the same patches without the fault: by 42 levels of 255 on one model, 7 on another."""
+    honest = Way("patches", 4, warmup=1)
     fault = Way("fault", 4, warmup=1, fault=Fault.EACH_OTHERS)
     with quiet():
-        found = compare(pictures.make(fault, GUIDANCE), whole)
-    assert found["mean"] > 20
+        moved = compare(pictures.make(honest, GUIDANCE), whole)
+        mixed_up = compare(pictures.make(fault, GUIDANCE), whole)
+    assert mixed_up["mean"] > 5 * moved["mean"]

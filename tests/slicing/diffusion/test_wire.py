@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from slicing.diffusion.calls import DTYPES, BlockCall, Pass, Plan
 from slicing.diffusion.patches import Cut
-from slicing.diffusion.wire import CallHeader, CallReceiver, CallSender, HopVerdict, WireForm
-from slicing.errors import CallError, CallUnknown
+from slicing.diffusion.wire import (
+    PLAN_FACTOR,
+    CallHeader,
+    CallReceiver,
+    CallSender,
+    HopVerdict,
+    WireForm,
+)
+from slicing.diffusion.wire_tensors import HELD_BYTES
+from slicing.errors import CallError, CallTooLarge, CallUnknown
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CUT = Cut((2, 4, 4), 1, 2)
@@ -119,7 +127,7 @@ def test_equal_rows_of_a_large_slot_are_sent_once(dtype: torch.dtype, starts: li
         assert torch.equal(got.slots[0].view(torch.int16), slot.view(torch.int16))
         assert got.slots[0].is_contiguous()
     assert len(payload) < made.streams[0].nbytes + 1000, "and the second time by its digest"
-    with pytest.raises(CallError, match="are free"):
+    with pytest.raises(CallTooLarge, match="are free"):
         CallReceiver().unpack(sender.pack(CallHeader(), made, fresh=True), spare_bytes=slot.nbytes // 2)
 
 
@@ -169,7 +177,8 @@ def test_what_two_passes_do_not_use_is_forgotten_at_both_ends() -> None:
     for number in range(20):
         receiver.unpack(sender.pack(CallHeader(pass_number=number), some_pass(number)))
     text, embedding = (slot.nbytes for slot in some_pass().slots)
-    assert receiver.size_bytes == text + 2 * embedding
+    told_plan = PLAN_FACTOR * len(plan().to_json())
+    assert receiver.size_bytes == text + 2 * embedding + 3 * HELD_BYTES + told_plan
     back = Pass(plan(), some_pass(50).streams, some_pass(3).slots)  # long forgotten: it is sent again
     _, got = receiver.unpack(sender.pack(CallHeader(pass_number=20), back))
     assert torch.equal(got.slots[1], back.slots[1])
@@ -221,6 +230,9 @@ def test_slots_that_only_earlier_blocks_use_are_left_out() -> None:
     assert last.digests[3] == receiver.digests[3]
     with pytest.raises(CallError, match="lacks a slot"):
         CallReceiver().unpack(payload, blocks_of=lambda _: (1, 4))
+    without_last = edited(payload, slots=lambda slots: [*slots[:-1], None])[: -made.slots[4].nbytes]
+    with pytest.raises(CallError, match="lacks a slot"):  # that the hops after this one need
+        CallReceiver().unpack(without_last, blocks_of=lambda _: (2, 3))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -266,9 +278,11 @@ def test_patches_have_differences_of_their_own_and_another_cut_begins_anew() -> 
     firsts = [send(0, CUT.at(index), base[index]) for index in range(2)]
     seconds = [send(1, CUT.at(index), base[index] + 0.1) for index in range(2)]
     assert max(seconds) < min(firsts) - 300
-    held = receiver.size_bytes
+    of_patches = sender.size_bytes
     send(2, None, torch.randn(1, 32, 32))
-    assert receiver.size_bytes == held == sender.size_bytes  # of the whole now, and of no patch
+    told_plan = PLAN_FACTOR * len(plan(1, 0).to_json())
+    assert receiver.size_bytes - told_plan == sender.size_bytes  # of the whole now, and of no patch
+    assert sender.size_bytes == of_patches - HELD_BYTES
     assert send(3, CUT.at(0), base[0]) > max(seconds)
 
 
@@ -372,6 +386,8 @@ def hostile() -> dict[str, bytes]:
         "negative shape": stream(shape=[-1, -16, 64]),
         "huge shape": stream(shape=[1 << 39, 1 << 39, 1 << 39]),
         "shape of zero times huge": stream(shape=[0, 1 << 62]),
+        "shape of nothing that reduces to much": stream(shape=[0, 1 << 15, 1 << 15]),
+        "more rows than any stream has": edited(good, streams=[["raw", "int8", [1 << 10, 1 << 10, 1]]]),
         "too many dimensions": stream(shape=[1] * 9),
         "shape of truths": stream(shape=[True, 16, 64]),
         "order of none": stream(shape=[1, 16, 64], order=[0, 1]),
@@ -434,6 +450,48 @@ def test_whatever_one_byte_becomes_nothing_but_a_call_error_comes_of_it(
         CallReceiver().unpack(bytes(payload))
 
 
+def test_what_takes_more_than_it_has_is_counted_before() -> None:
+    """A shorter form is widened, and of differences both ends keep what the other has."""
+    made = some_pass(rows=100)
+    full = made.streams[0].nbytes
+    for form, more in (
+        (WireForm.RAW, 0),
+        (WireForm.BF16, full // 2),
+        (WireForm.INT8_DELTA, full // 2 + 2 * full),
+    ):
+        payload = CallSender(form).pack(CallHeader(), made)
+        CallReceiver().unpack(payload, spare_bytes=more)
+        with pytest.raises(CallTooLarge, match=f"takes {more} bytes more"):
+            CallReceiver().unpack(payload, spare_bytes=more - 1)
+
+
+def test_many_small_things_are_counted_as_what_they_take() -> None:
+    """Of one pass, so that nothing is let go: without it, 4 bytes each would hide a kilobyte."""
+    sender, receiver = CallSender(), CallReceiver()
+    for number in range(5):
+        slots = [torch.tensor([100 * number + place]) for place in range(100)]
+        receiver.unpack(sender.pack(CallHeader(), Pass(plan(1, 100), [torch.zeros(1, 1)], slots)))
+    assert receiver.size_bytes > 500 * 1024
+
+
+def test_what_one_session_was_sent_is_not_in_another() -> None:
+    """A digest opens nothing but what came over the same session."""
+    payloads = [CallSender().pack(CallHeader(), some_pass())]
+    sender = CallSender()
+    payloads += [sender.pack(CallHeader(pass_number=number), some_pass(number)) for number in range(2)]
+    first, second = CallReceiver(), CallReceiver()
+    first.unpack(payloads[0])
+    with pytest.raises(CallUnknown):
+        second.unpack(payloads[2])
+    digest = first.digests[0]
+    assert digest is not None
+    asked = edited(payloads[0], slots=lambda slots: [[digest.hex()], slots[1]])
+    text, embedding = (slot.nbytes for slot in some_pass().slots)
+    asked = asked[: len(asked) - text - embedding] + asked[len(asked) - embedding :]
+    with pytest.raises(CallUnknown, match="constant"):
+        CallReceiver().unpack(asked)
+
+
 def test_constants_have_a_limit_that_both_ends_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     good = CallSender().pack(CallHeader(), some_pass())
     monkeypatch.setattr("slicing.diffusion.wire.MAX_CONSTANT_BYTES", 100)
@@ -444,4 +502,4 @@ def test_constants_have_a_limit_that_both_ends_keep(monkeypatch: pytest.MonkeyPa
         made = some_pass(number)
         _, got = receiver.unpack(sender.pack(CallHeader(pass_number=number), made))
         assert torch.equal(got.slots[0], made.slots[0])
-        assert receiver.size_bytes <= 100
+        assert receiver.size_bytes <= 100 + PLAN_FACTOR * len(plan().to_json())
