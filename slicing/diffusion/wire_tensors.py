@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import TypeAlias
@@ -62,6 +62,7 @@ class TensorEntry:
     runs: tuple[int, ...] | None = (
         None  # lengths of runs of equal rows along dimension 1; one row of each is sent
     )
+    begins: bool = False  # a difference to zero, the first of its stream
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
@@ -95,7 +96,8 @@ class TensorEntry:
         """As it stands in a header; what is as usual is left out at the end."""
         order = None if self.order is None else list(self.order)
         runs = None if self.runs is None else list(self.runs)
-        values: list[object] = [self.form.value, DTYPE_NAMES[self.dtype], list(self.shape), order, runs]
+        shape, begins = list(self.shape), self.begins or None
+        values: list[object] = [self.form.value, DTYPE_NAMES[self.dtype], shape, order, runs, begins]
         while values[-1] is None:
             values.pop()
         return values
@@ -105,11 +107,18 @@ class TensorEntry:
         """Read one that came from elsewhere. Raises `CallError`."""
         match value:
             case [str(form), str(dtype), list(shape), *rest] if (
-                dtype in DTYPES and len(shape) <= MAX_DIMENSIONS and len(rest) <= 2
+                dtype in DTYPES and len(shape) <= MAX_DIMENSIONS and len(rest) <= 3
             ):
-                order, runs = (*rest, None, None)[:2]
+                order, runs, begins = (*rest, None, None, None)[:3]
+                if begins not in (None, True):
+                    raise _unknown()
                 entry = cls(
-                    _form_named(form), DTYPES[dtype], _sizes(shape), _order(order, len(shape)), _lengths(runs)
+                    _form_named(form),
+                    DTYPES[dtype],
+                    _sizes(shape),
+                    _order(order, len(shape)),
+                    _lengths(runs),
+                    bool(begins),
                 )
                 _check(entry)
                 return entry
@@ -155,6 +164,8 @@ def _lengths(value: object) -> tuple[int, ...] | None:
 def _check(entry: TensorEntry) -> None:
     if entry.form is not WireForm.RAW and entry.dtype not in SHORTENED:
         raise CallError("a call's header shortens a tensor that is not of floating point")
+    if entry.begins and entry.form is not WireForm.INT8_DELTA:
+        raise CallError("a call's header begins differences with what is none")
     if entry.form is WireForm.INT8_DELTA and not entry.shape:
         raise CallError("a call's header sends differences of a tensor without rows")
     if entry.runs is not None:
@@ -222,22 +233,16 @@ def encode_slot(tensor: torch.Tensor) -> tuple[TensorEntry, list[memoryview]]:
 def encode_stream(
     tensor: torch.Tensor, form: WireForm, bases: Bases, key: BaseKey
 ) -> tuple[TensorEntry, list[memoryview]]:
-    """A stream in `form`; differences begin with a bfloat16 one. Raises `CallError` for what is no number."""
+    """A stream in `form`; the first difference is to zero. Raises `CallError` for what is no number."""
     if form is WireForm.RAW or tensor.dtype not in SHORTENED or not tensor.dim():
         return encode_raw(tensor)
     entry, dense = _dense(tensor)
-    base = bases.find(key, dense.shape, dense.dtype) if form is WireForm.INT8_DELTA else None
-    if base is None:
-        short = dense.to(torch.bfloat16)
-        if form is WireForm.INT8_DELTA:
-            bases.put(key, short.to(dense.dtype, copy=True))
-        return TensorEntry(WireForm.BF16, entry.dtype, entry.shape, entry.order), [bytes_of(short)]
-    scale, steps, rebuilt = _difference(dense, base)
+    if form is WireForm.BF16:
+        return replace(entry, form=form), [bytes_of(dense.to(torch.bfloat16))]
+    base = bases.find(key, dense.shape, dense.dtype)
+    scale, steps, rebuilt = _difference(dense, torch.zeros_like(dense) if base is None else base)
     bases.put(key, rebuilt)
-    return TensorEntry(WireForm.INT8_DELTA, entry.dtype, entry.shape, entry.order), [
-        bytes_of(scale),
-        bytes_of(steps),
-    ]
+    return replace(entry, form=form, begins=base is None), [bytes_of(scale), bytes_of(steps)]
 
 
 def decode(entry: TensorEntry, reader: Reader, device: torch.device) -> torch.Tensor:
@@ -265,6 +270,8 @@ def decode_stream(
             bases.put(key, sent.clone())
         return _in_order(sent, entry)
     base = None if bases is None else bases.find(key, entry.sent_shape, entry.dtype)
+    if entry.begins:
+        base = torch.zeros(entry.sent_shape, dtype=entry.dtype, device=device)
     if base is None:
         raise CallUnknown("a call sends a difference to a stream that is not here")
     scale = reader.tensor((*entry.sent_shape[:-1], 1), SCALE).to(device)
