@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test netns chaos lint types imports bench bench-peers openapi format clean
+.PHONY: install up test netns chaos lint types imports bench bench-peers bench-diffusion openapi format clean
 
 install: $(STAMP)
 
@@ -72,6 +72,11 @@ bench: install
 # Beside what one would otherwise run: transformers and llama.cpp (an npm package that carries binaries).
 bench-peers: install
 	$(BIN)/python -m bench --only peers served
+
+# Pictures and video over nodes: time, bytes and drift, in ten minutes. `make bench-diffusion PICTURE_MODEL=folder` takes
+# another picture model than the packaged one; `python -m bench.diffusion_quality` prints the whole table of drift.
+bench-diffusion: install
+	$(BIN)/python -m bench --only diffusion-speed diffusion-bytes diffusion-quality $(if $(PICTURE_MODEL),--picture-model $(PICTURE_MODEL))
 
 openapi: install
 	$(BIN)/python -m app.openapi_document > openapi/gateway.json.new

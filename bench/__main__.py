@@ -1,4 +1,4 @@
-"""`python -m bench [--only NAME …] [--pairs N]`: every section of the bench, or some."""
+"""`python -m bench [--only NAME …] [--pairs N] [--picture-model FOLDER]`: every section of the bench, or some."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from bench.cancel import measure_cancel
+from bench.diffusion_bytes import measure_diffusion_bytes
+from bench.diffusion_quality import WITH_BARS, find_model, measure_diffusion_quality
+from bench.diffusion_speed import measure_diffusion_speed
 from bench.failover import measure_failover
 from bench.hops import measure_hops
 from bench.kernels import measure_kernels
@@ -41,10 +44,14 @@ SECTIONS = (
     "prefill",
     "peers",
     "served",
+    "diffusion-speed",
+    "diffusion-bytes",
+    "diffusion-quality",
 )
 
 
-async def _run(only: list[str], pairs: int) -> None:
+async def _run(only: list[str], pairs: int, picture_model: str | None) -> None:
+    model = find_model(picture_model) if "diffusion-quality" in only else ""
     report = Report()
     if "ledger" in only:
         measure_ledger(report)
@@ -76,6 +83,12 @@ async def _run(only: list[str], pairs: int) -> None:
         measure_peers(report)
     if "served" in only:
         await measure_served(report)
+    if "diffusion-speed" in only:
+        await measure_diffusion_speed(report)
+    if "diffusion-bytes" in only:
+        measure_diffusion_bytes(report)
+    if "diffusion-quality" in only:
+        measure_diffusion_quality(report, model, WITH_BARS)
     report.write()
 
 
@@ -84,8 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--pairs", type=int, default=10, help="alternated pairs of the split cost")
+    parser.add_argument("--picture-model", help="a pipeline folder, for diffusion-quality")
     options = parser.parse_args()
-    run_fast(_run(options.only, options.pairs))
+    run_fast(_run(options.only, options.pairs, options.picture_model))
 
 
 if __name__ == "__main__":

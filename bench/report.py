@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def conditions() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "diffusers": metadata.version("diffusers"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", ""),
     }
