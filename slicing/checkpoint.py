@@ -18,6 +18,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from slicing.errors import ModelError
+from slicing.json_object import read_json_object
 from slicing.progress import Progress
 from slicing.tensor_file import DTYPES, TensorRange, read_tensor_ranges
 from slicing.tensor_reader import Hasher, TensorReader
@@ -176,7 +177,7 @@ def pick_indexed(held: Mapping[str, TensorRange], wanted: set[str], file: Path) 
 
 def read_index(index: Path) -> dict[str, str]:
     """Read an index file: tensor name -> shard file name. Raises `ModelError` on all but plain file names."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} is damaged: it holds no weight_map; fetch it again")
     for shard in set(map(str, weight_map.values())):
@@ -190,7 +191,7 @@ def read_config_map(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{folder} holds no config.json; name a model folder, a .gguf file or a hub id")
-    config = _read_json(file)
+    config = read_json_object(file)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise ModelError(
@@ -221,18 +222,6 @@ def _no_safetensors(folder: Path) -> ModelError:
             "use a safetensors copy of the model"
         )
     return ModelError(f"{folder} holds no *.safetensors and no *.gguf file")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is damaged: it is not valid JSON; fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is damaged: it holds no JSON object; fetch it again")
-    return value
 
 
 def _digested(value: Any) -> Any:

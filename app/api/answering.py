@@ -5,16 +5,16 @@ Every answer ends in exactly one way, counted once: finished, failed, or aborted
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from starlette.responses import Response
 
+from app.api.accounting import accounted
 from app.api.chat_reply import ChatReply, total_timings, usage
 from app.api.protocol import ChatRequest
 from app.api.sse import DONE, KEEPALIVE, frame
@@ -88,7 +88,7 @@ class Answering:
         yield DONE
 
     async def _events(self, *, silence_s: float) -> AsyncGenerator[Item, None]:
-        with self._accounted():
+        with accounted(self.gateway, self.meter, len(self.requests), self._tell):
             generators = [self.engine.generate(request) for request in self.requests]
             limit_s = self.gateway.settings.request_timeout_s
             merging = merge(generators, silence_s=silence_s, stop=self.gateway.stop, time_limit_s=limit_s)
@@ -109,30 +109,16 @@ class Answering:
             case Finished():
                 self.meter.count_finished(event)
 
-    @contextmanager
-    def _accounted(self) -> Iterator[None]:
-        with self.gateway.admit(len(self.requests)):
-            self.meter.begin()
-            outcome = "failed"
-            try:
-                yield
-                outcome = "finished"
-                self.meter.count_answered()
-            except (asyncio.CancelledError, GeneratorExit):
-                outcome = "aborted"
-                self.meter.count_aborted()
-                raise
-            finally:
-                self.meter.end()
-                log.info(
-                    "request %s: %s %s of %s, %d prompt tokens, %d choices",
-                    self.request_id,
-                    self.reply.id,
-                    outcome,
-                    self.engine.model_name,
-                    len(self.requests[0].prompt_ids),
-                    len(self.requests),
-                )
+    def _tell(self, outcome: str) -> None:
+        log.info(
+            "request %s: %s %s of %s, %d prompt tokens, %d choices",
+            self.request_id,
+            self.reply.id,
+            outcome,
+            self.engine.model_name,
+            len(self.requests[0].prompt_ids),
+            len(self.requests),
+        )
 
 
 class ChunkWriter:

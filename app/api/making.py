@@ -5,13 +5,13 @@ Every request ends in exactly one way, counted once: finished, failed, or aborte
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.api.accounting import accounted
 from app.api.messages import Lenient
 from app.diffusion_metrics import DiffusionMeter
 from app.engine.diffusion.request import (
@@ -42,7 +42,7 @@ class Making:
 
     async def events(self, *, silence_s: float = float("inf")) -> AsyncGenerator[Item, None]:
         """Yield (index of the answer, event), and None whenever nothing came for `silence_s`."""
-        with self._accounted():
+        with accounted(self.gateway, self.meter, len(self.requests), self._tell):
             generators = [self.engine.generate(request) for request in self.requests]
             limit_s = self.gateway.settings.request_timeout_s
             merging = merge(generators, silence_s=silence_s, stop=self.gateway.stop, time_limit_s=limit_s)
@@ -60,29 +60,9 @@ class Making:
                     case (index, Made() as made):
                         yield index, made
 
-    @contextmanager
-    def _accounted(self) -> Iterator[None]:
-        with self.gateway.admit(len(self.requests)):
-            self.meter.begin()
-            outcome = "failed"
-            try:
-                yield
-                outcome = "finished"
-                self.meter.count_answered()
-            except (asyncio.CancelledError, GeneratorExit):
-                outcome = "aborted"
-                self.meter.count_aborted()
-                raise
-            finally:
-                self.meter.end()
-                log.info(
-                    "request %s: %s of %s, %d answers of %s steps",
-                    self.request_id,
-                    outcome,
-                    self.engine.model_name,
-                    len(self.requests),
-                    self.requests[0].steps,
-                )
+    def _tell(self, outcome: str) -> None:
+        name, num, steps = self.engine.model_name, len(self.requests), self.requests[0].steps
+        log.info("request %s: %s of %s, %d answers of %s steps", self.request_id, outcome, name, num, steps)
 
 
 class HopField(Lenient):

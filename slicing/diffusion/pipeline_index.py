@@ -5,13 +5,13 @@ Says which classes a pipeline is made of, and refuses what would run code from t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slicing.errors import ModelError
+from slicing.json_object import read_json_object
 
 INDEX_NAME = "model_index.json"
 TRANSFORMER = "transformer"  # a second one is called transformer_2
@@ -43,7 +43,7 @@ class PipelineIndex:
     def config(self, component: str) -> dict[str, Any]:
         """The configuration of a component; empty where it has none (a tokenizer). Raises `ModelError`."""
         file = self.folder / component / "config.json"
-        return read_json(file) if file.is_file() else {}
+        return read_json_object(file) if file.is_file() else {}
 
 
 def is_transformer(name: str) -> bool:
@@ -57,7 +57,7 @@ def read_pipeline_index(folder: Path) -> PipelineIndex:
     file = folder / INDEX_NAME
     if not file.is_file():
         raise ModelError(f"{folder} holds no {INDEX_NAME}: it is no diffusers pipeline")
-    entries = read_json(file)
+    entries = read_json_object(file)
     class_name = entries.get("_class_name")
     if not isinstance(class_name, str):
         raise ModelError(
@@ -106,16 +106,3 @@ def transformer_class(index: PipelineIndex, component: Component) -> type:
             f"diffusers {diffusers.__version__}; update diffusers"
         )
     return found
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `ModelError`."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is damaged: it is not valid JSON; fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is damaged: it holds no JSON object; fetch it again")
-    return value
