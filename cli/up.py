@@ -45,7 +45,7 @@ class SwarmPlan:
     weights: opt.Weights
     runner: opt.Runner
     draft: opt.Draft | None
-    pictures: str | None  # another model, held by a node of its own
+    pictures: str | None = None  # another model, held by a node of its own
 
     @property
     def forms(self) -> list[str]:

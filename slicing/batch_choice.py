@@ -19,7 +19,10 @@ MIN_PIECE_ROWS = 4  # fewer read the weights, and the keys before them, for too 
 MAX_PIECE_ROWS = 512  # kernels gain nothing from more, and a piece cannot be interrupted for others
 
 TARGET_MS = 50.0  # of a batch with a piece in it: a decoder that just missed it waits for so long
-IDLE_TARGET_MS = 200.0  # the same while nobody decodes; a short prompt behind a long one waits for so long
+# The same while nobody decodes; a short prompt behind a long one waits for so long. Reading the weights, which is most
+# of a decode step, is then a tenth of a piece.
+IDLE_STEPS = 10  # as long as so many decode steps
+LEAST_IDLE_MS, IDLE_TARGET_MS = 25.0, 200.0
 # Decoders keep more than half their speed: those that are always there get SLOWDOWN, those that come and go wait for
 # half a piece on average.
 SLOWDOWN = 1.75  # of a decode batch by the piece in it
@@ -50,9 +53,7 @@ class Waiting:
     lane: Lane
     rows: int  # still to compute
     is_decode: bool
-    since: (
-        int  # number of the batch, or arrival, after which it was first in its queue: lower has waited longer
-    )
+    since: int  # number of the batch, or arrival, after which it was first in its queue: lower came earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,10 @@ def target_ms(view: LaneView, decode_rows: int, decode_ms: float) -> float:
         if alone_ms is None:
             return TARGET_MS
         return min(SLOWDOWN * alone_ms, max(TARGET_MS, LEAST_SLOWDOWN * alone_ms))
-    return min(decode_ms, TARGET_MS) if decode_ms else IDLE_TARGET_MS
+    if decode_ms:
+        return min(decode_ms, TARGET_MS)
+    one_ms = view.decodes.expected_ms(1)
+    return IDLE_TARGET_MS if one_ms is None else min(IDLE_TARGET_MS, max(LEAST_IDLE_MS, IDLE_STEPS * one_ms))
 
 
 def debt_after(snapshot: Snapshot, view: LaneView, decode_rows: int, piece_rows: int, ms: float) -> float:

@@ -111,10 +111,10 @@ class _Queue(Generic[SomeJob]):
         self.since = since
         self.is_decode = self.jobs[0].rows <= MAX_DECODE_ROWS
 
-    def put_back(self, job: SomeJob, since: int) -> None:
-        """A piece of a prefill was computed: the rest goes before what came behind it meanwhile."""
+    def put_back(self, job: SomeJob) -> None:
+        """A piece of a prefill was computed: the rest goes before what came behind it, and waits as long as it did."""
         self.jobs.appendleft(job)
-        self.since, self.is_decode = since, False
+        self.is_decode = False
 
     def waiting(self) -> Waiting:
         """What the decision knows of the first job."""
@@ -302,7 +302,7 @@ class BatchQueue(Generic[SomeJob]):
         if job.rows and not is_there:
             job.fail(Dropped())
         if job.rows:
-            queue.put_back(job, self._ledger.tick())
+            queue.put_back(job)
             self._ask_for_turn()
             return False
         if is_there and queue.jobs:

@@ -43,7 +43,7 @@ class OneModel:
         return (KnownModel("m", ModelStatus("ready", 1), 0, 1),)
 
     async def open_named(self) -> tuple[Any, ...]:
-        return (SimpleNamespace(found=SimpleNamespace(facts=SimpleNamespace(name="m")), load_s=0.0),)
+        return (SimpleNamespace(facts=SimpleNamespace(name="m"), load_s=0.0),)
 
     async def run(self) -> None:
         await asyncio.Event().wait()

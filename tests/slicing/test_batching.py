@@ -262,9 +262,9 @@ class Simulation:
 
     def _take(self, stream: Stream, rows: int, waiting_now: set[str]) -> None:
         stream.rows_left -= rows
-        stream.since = self.ledger.tick()
         if stream.rows_left:
             return
+        stream.since = self.ledger.tick()
         waiting_now.remove(stream.name)
         stream.done_at.append(self.now)
         stream.is_prefill = False
