@@ -255,9 +255,7 @@ async def test_differences_in_8_bits_halve_the_bytes_of_16_and_change_little(ope
     assert sent["bf16"][0] < 0.55 * sent["compute"][0]
     assert sent["int8-delta"][0] < 0.7 * sent["bf16"][0]
     for wire in ("bf16", "int8-delta"):
-        assert (
-            np.abs(sent[wire][1] - sent["compute"][1]).mean() < 2.0
-        )  # of 255, with random weights
+        assert np.abs(sent[wire][1] - sent["compute"][1]).mean() < 2.0  # of 255, with random weights
 
 
 async def test_a_picture_that_nobody_wants_any_more_frees_its_sessions(opened: Open) -> None:
