@@ -26,10 +26,12 @@ class Scheduler(BatchQueue[StepJob | CallJob]):
         )
 
     def _run_watched(self, parts: Sequence[Part[StepJob | CallJob]]) -> None:
+        if self.threads is None:
+            run_parts(parts)
+            return
         began, kind = time.perf_counter(), kind_of(parts)
         run_parts(parts)
-        if self.threads is not None:
-            self.threads.note(kind, time.perf_counter() - began)
+        self.threads.note(kind, time.perf_counter() - began)
 
 
 def kind_of(parts: Sequence[Part[StepJob | CallJob]]) -> tuple[object, ...]:

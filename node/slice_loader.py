@@ -162,7 +162,7 @@ class SliceLoader:
         if self._threads is None:
             loaded = await self._scheduler.call(lambda: measure_slice(self._settings, read, report))
             self._threads = loaded.threads
-            if not hasattr(read.runner, "set_threads"):  # a fast runner's threads are its own
+            if loaded.threads > 1 and not hasattr(read.runner, "set_threads"):  # a fast runner has its own
                 self._scheduler.threads = ThreadWatch(loaded.threads)
             return loaded
         await self._scheduler.call(partial(use_threads, read.runner, self._threads))

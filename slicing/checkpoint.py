@@ -85,11 +85,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The floating-point type that most of the checkpoint's bytes are stored in."""
-        sizes: Counter[torch.dtype] = Counter()
-        for tensor in self.tensors.values():
-            if tensor.dtype.is_floating_point:
-                sizes[tensor.dtype] += tensor.size_bytes
-        return sizes.most_common(1)[0][0] if sizes else torch.float32
+        return prevailing_dtype(self.tensors.values())
 
     @property
     def bytes_requested(self) -> int:
@@ -109,7 +105,7 @@ class Checkpoint:
         digest = hashlib.sha256(b"diffuse-model-1\n")
         digest.update(json.dumps(_digested(self._config_map), sort_keys=True, ensure_ascii=True).encode())
         for name in sorted(self.tensors):
-            digest.update(b"\n" + _describe(name, self.tensors[name]))
+            digest.update(b"\n" + describe_tensor(name, self.tensors[name]))
         return digest.digest()
 
     def missing_shard(self, names: list[str], reason: str) -> ModelError:
@@ -127,7 +123,7 @@ class Checkpoint:
 
     def start_hash(self, name: str) -> hashlib._Hash:
         """Return a SHA-256 that has taken in the tensor's name, dtype and shape; `read_into` adds more."""
-        return hashlib.sha256(_describe(name, self.tensors[name]) + b"\n")
+        return hashlib.sha256(describe_tensor(name, self.tensors[name]) + b"\n")
 
     def read_into(self, name: str, out: torch.Tensor, hasher: Hasher | None = None) -> None:
         """Read one tensor into `out`; see `TensorReader.read_into`."""
@@ -143,7 +139,8 @@ def open_folder(folder: Path, name: str | None = None) -> Checkpoint:
     index = folder / INDEX_NAME
     read_config_map(folder)
     if index.is_file():
-        return _open_sharded(folder, name or str(folder), read_index(index))
+        tensors, absent = read_shards(folder, read_index(index))
+        return Checkpoint(name or str(folder), folder, tensors, absent=absent)
     files = (
         [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else sorted(folder.glob("*.safetensors"))
     )
@@ -156,7 +153,11 @@ def open_folder(folder: Path, name: str | None = None) -> Checkpoint:
     return Checkpoint(name or str(folder), folder, read_tensor_ranges(files[0]))
 
 
-def _open_sharded(folder: Path, name: str, shard_of: Mapping[str, str]) -> Checkpoint:
+def read_shards(folder: Path, shard_of: Mapping[str, str]) -> tuple[dict[str, TensorRange], dict[str, str]]:
+    """Where an index's tensors lie, and of those whose shard is not in the folder that shard's name.
+
+    Raises `ModelError`.
+    """
     tensors: dict[str, TensorRange] = {}
     absent: dict[str, str] = {}
     for shard in sorted(set(shard_of.values())):
@@ -165,7 +166,7 @@ def _open_sharded(folder: Path, name: str, shard_of: Mapping[str, str]) -> Check
             absent.update(dict.fromkeys(wanted, shard))
             continue
         tensors.update(pick_indexed(read_tensor_ranges(folder / shard), wanted, folder / shard))
-    return Checkpoint(name, folder, tensors, absent=absent)
+    return tensors, absent
 
 
 def pick_indexed(held: Mapping[str, TensorRange], wanted: set[str], file: Path) -> dict[str, TensorRange]:
@@ -230,5 +231,15 @@ def _digested(value: Any) -> Any:
     return [_digested(item) for item in value] if isinstance(value, list) else value
 
 
-def _describe(name: str, tensor: TensorRange) -> bytes:
+def prevailing_dtype(tensors: Iterable[TensorRange]) -> torch.dtype:
+    """The floating-point type that most bytes of these are stored in; float32 where there is none."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            sizes[tensor.dtype] += tensor.size_bytes
+    return sizes.most_common(1)[0][0] if sizes else torch.float32
+
+
+def describe_tensor(name: str, tensor: TensorRange) -> bytes:
+    """A line that says a tensor's name, stored type and shape: what digests and hashes begin with."""
     return f"{name}\t{_DTYPE_NAMES[tensor.dtype]}\t{','.join(map(str, tensor.shape))}".encode()

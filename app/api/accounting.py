@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Protocol, TypeVar
 
+from app.engine.merge import merge
 from app.gateway import Gateway
+
+Event = TypeVar("Event")
 
 
 class Meter(Protocol):
@@ -20,6 +23,34 @@ class Meter(Protocol):
     def count_aborted(self) -> None: ...
 
     def end(self) -> None: ...
+
+
+async def accounted_events(
+    gateway: Gateway,
+    meter: Meter,
+    answers: Iterable[AsyncGenerator[Event, None]],
+    *,
+    num_answers: int,
+    silence_s: float,
+    count: Callable[[int, Event], None],
+    tell: Callable[[str], None],
+) -> AsyncGenerator[tuple[int, Event] | None, None]:
+    """Admit a request, then yield (index of the answer, event), each counted, and None after silence; see `merge`.
+
+    `answers` are begun once there are places for them. Raises what `accounted` does.
+    """
+    with accounted(gateway, meter, num_answers, tell):
+        merging = merge(
+            list(answers),
+            silence_s=silence_s,
+            stop=gateway.stop,
+            time_limit_s=gateway.settings.request_timeout_s,
+        )
+        async with aclosing(merging) as events:
+            async for item in events:
+                if item is not None:
+                    count(*item)
+                yield item
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from app.api.accounting import accounted
+from app.api.accounting import accounted_events
 from app.api.chat_reply import ChatReply, total_timings, usage
 from app.api.protocol import ChatRequest
 from app.api.sse import DONE, KEEPALIVE, frame
-from app.engine.merge import merge
 from app.engine.request import (
     Admitted,
     Finished,
@@ -87,16 +86,16 @@ class Answering:
             yield frame(chunk)
         yield DONE
 
-    async def _events(self, *, silence_s: float) -> AsyncGenerator[Item, None]:
-        with accounted(self.gateway, self.meter, len(self.requests), self._tell):
-            generators = [self.engine.generate(request) for request in self.requests]
-            limit_s = self.gateway.settings.request_timeout_s
-            merging = merge(generators, silence_s=silence_s, stop=self.gateway.stop, time_limit_s=limit_s)
-            async with aclosing(merging) as events:
-                async for item in events:
-                    if item is not None:
-                        self._count(*item)
-                    yield item
+    def _events(self, *, silence_s: float) -> AsyncGenerator[Item, None]:
+        return accounted_events(
+            self.gateway,
+            self.meter,
+            (self.engine.generate(request) for request in self.requests),
+            num_answers=len(self.requests),
+            silence_s=silence_s,
+            count=self._count,
+            tell=self._tell,
+        )
 
     def _count(self, index: int, event: GenerationEvent) -> None:
         match event:

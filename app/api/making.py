@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.api.accounting import accounted
+from app.api.accounting import accounted_events
 from app.api.messages import Lenient
 from app.diffusion_metrics import DiffusionMeter
 from app.engine.diffusion.request import (
@@ -21,7 +21,6 @@ from app.engine.diffusion.request import (
     DiffusionTimings,
     Made,
 )
-from app.engine.merge import merge
 from app.engine.request import RouteHop
 from app.gateway import Gateway
 
@@ -40,17 +39,17 @@ class Making:
     meter: DiffusionMeter
     request_id: str
 
-    async def events(self, *, silence_s: float = float("inf")) -> AsyncGenerator[Item, None]:
+    def events(self, *, silence_s: float = float("inf")) -> AsyncGenerator[Item, None]:
         """Yield (index of the answer, event), and None whenever nothing came for `silence_s`."""
-        with accounted(self.gateway, self.meter, len(self.requests), self._tell):
-            generators = [self.engine.generate(request) for request in self.requests]
-            limit_s = self.gateway.settings.request_timeout_s
-            merging = merge(generators, silence_s=silence_s, stop=self.gateway.stop, time_limit_s=limit_s)
-            async with aclosing(merging) as events:
-                async for item in events:
-                    if item is not None:
-                        self.meter.count(item[1])
-                    yield item
+        return accounted_events(
+            self.gateway,
+            self.meter,
+            (self.engine.generate(request) for request in self.requests),
+            num_answers=len(self.requests),
+            silence_s=silence_s,
+            count=lambda _, event: self.meter.count(event),
+            tell=self._tell,
+        )
 
     async def made(self) -> AsyncGenerator[tuple[int, Made], None]:
         """Yield each answer once it is there, with its index."""

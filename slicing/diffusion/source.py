@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slicing.checkpoint import prevailing_dtype
 from slicing.diffusion.kinds import Kind, kind_of
 from slicing.diffusion.packaged import packaged_pipeline
 from slicing.diffusion.pipeline_index import (
@@ -91,12 +91,9 @@ class PipelineSource:
     @property
     def dtype(self) -> torch.dtype:
         """The floating-point type that most of the transformers' bytes are stored in."""
-        sizes: Counter[torch.dtype] = Counter()
-        for part in self.transformers.values():
-            for tensor in part.table.tensors.values():
-                if tensor.dtype.is_floating_point:
-                    sizes[tensor.dtype] += tensor.size_bytes
-        return sizes.most_common(1)[0][0] if sizes else torch.float32
+        return prevailing_dtype(
+            tensor for part in self.transformers.values() for tensor in part.table.tensors.values()
+        )
 
     @property
     def bytes_requested(self) -> int:

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from slicing.checkpoint import Fetcher, pick_indexed, read_index
+from slicing.checkpoint import Fetcher, describe_tensor, read_index, read_shards
 from slicing.errors import ModelError
 from slicing.progress import Progress
-from slicing.tensor_file import DTYPES, TensorRange, read_tensor_ranges
+from slicing.tensor_file import TensorRange, read_tensor_ranges
 from slicing.tensor_reader import TensorReader
 
 SINGLE_NAME = "diffusion_pytorch_model.safetensors"
 INDEX_NAME = SINGLE_NAME + ".index.json"
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorTable:
@@ -69,8 +68,7 @@ class TensorTable:
 
     def describe(self, name: str) -> bytes:
         """A line that says a tensor's name, stored type and shape."""
-        tensor = self.tensors[name]
-        return f"{name}\t{_DTYPE_NAMES[tensor.dtype]}\t{','.join(map(str, tensor.shape))}".encode()
+        return describe_tensor(name, self.tensors[name])
 
     def digest(self) -> bytes:
         """SHA-256 over every tensor's description. Raises `ModelError` when a shard is missing."""
@@ -99,22 +97,11 @@ def open_table(folder: Path) -> TensorTable:
     """Open a component's folder: an index and its shards, or a single safetensors file. Raises `ModelError`."""
     index = folder / INDEX_NAME
     if index.is_file():
-        return _open_sharded(folder, read_index(index))
+        tensors, absent = read_shards(folder, read_index(index))
+        return TensorTable(folder, tensors, absent=absent)
     if (folder / SINGLE_NAME).is_file():
         return TensorTable(folder, read_tensor_ranges(folder / SINGLE_NAME))
     raise ModelError(f"{folder} {_why_unusable(folder)}")
-
-
-def _open_sharded(folder: Path, shard_of: Mapping[str, str]) -> TensorTable:
-    tensors: dict[str, TensorRange] = {}
-    absent: dict[str, str] = {}
-    for shard in sorted(set(shard_of.values())):
-        wanted = {tensor for tensor, holder in shard_of.items() if holder == shard}
-        if not (folder / shard).is_file():
-            absent.update(dict.fromkeys(wanted, shard))
-            continue
-        tensors.update(pick_indexed(read_tensor_ranges(folder / shard), wanted, folder / shard))
-    return TensorTable(folder, tensors, absent=absent)
 
 
 def _why_unusable(folder: Path) -> str:

@@ -305,6 +305,15 @@ def test_a_short_prompt_behind_a_long_one_starts_within_half_as_much_again() -> 
     assert long.rows_left == 0
 
 
+def test_pieces_are_as_long_as_ten_decode_steps_while_nobody_decodes() -> None:
+    """With 5 ms for a decode step and 0.3 ms a row of a piece, 50 ms and not 200: what a short prompt waits for."""
+    view = LaneView(decodes=measured({1: 5.0}), pieces=measured({128: 128 * 0.3}))
+    (share,) = choose(snapshot(waiting("p", 4096), lanes={INVARIANT: view}))
+    assert share.rows == int(10 * 5.0 / 0.3)
+    (unknown,) = choose(snapshot(waiting("p", 4096), lanes={INVARIANT: LaneView(pieces=view.pieces)}))
+    assert unknown.rows > 3 * share.rows
+
+
 @pytest.mark.parametrize("tenant", ["t", "u"])
 def test_a_long_prefill_ends_although_short_ones_keep_coming(tenant: str) -> None:
     long = Stream("long", 2000, tenant=tenant)
