@@ -15,6 +15,7 @@ from bench.failover import measure_failover
 from bench.hops import measure_hops
 from bench.kernels import measure_kernels
 from bench.ledger import measure_ledger
+from bench.memory import measure_memory
 from bench.nodes import measure_nodes
 from bench.peers import measure_peers
 from bench.placement import measure_placement
@@ -31,6 +32,7 @@ from cli.runtime import run_fast
 SECTIONS = (
     "ledger",
     "nodes",
+    "memory",
     "hops",
     "cancel",
     "failover",
@@ -57,6 +59,8 @@ async def _run(only: list[str], pairs: int, picture_model: str | None) -> None:
         measure_ledger(report)
     if "nodes" in only:
         await measure_nodes(report)
+    if "memory" in only:
+        await measure_memory(report)
     if "hops" in only:
         await measure_hops(report, repeats=max(3, pairs // 2))
     if "cancel" in only:

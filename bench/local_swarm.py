@@ -43,7 +43,7 @@ async def local_swarm(
     threads: int = 1,
     wire: str = "auto",
     weights: str = "auto",
-    drafts: str = "off",
+    kv_budget: int | None = None,
 ) -> AsyncIterator[LocalSwarm]:
     """Start nodes over `MODEL`, link an engine to them, stop everything on the way out."""
     plans = plan_nodes(num_layers, num_nodes, local_layers=local_layers, is_thin=ends == "remote")
@@ -52,6 +52,7 @@ async def local_swarm(
         for plan in plans:
             arguments = ["host", "--model", MODEL, "--layers", plan.layers, "--listen", "127.0.0.1:0"]
             arguments += ["--events", "json", "--until-eof", "--threads", str(threads), "--weights", weights]
+            arguments += ["--kv-budget", str(kv_budget)] if kv_budget is not None else []
             arguments += ["--hold-ends"] * plan.hold_ends + ["--pad"] * pad
             nodes.append(
                 await children.start(

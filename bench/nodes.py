@@ -23,7 +23,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 async def measure_nodes(report: Report) -> None:
     """Peak memory beyond the imports: at most 1.2 of the slice; bytes asked for: at most 1.05."""
     report.section("nodes")
-    baseline = await asyncio.to_thread(_baseline_bytes)
+    baseline = await asyncio.to_thread(baseline_bytes)
     report.add("nodes", "peak memory of the same imports", baseline, "B")
     async with local_swarm(3) as local:
         for event in local.ready:
@@ -37,6 +37,7 @@ async def measure_nodes(report: Report) -> None:
             report.add("nodes", f"{name}: peak memory beyond imports over slice", grown, "", "<= 1.2")
 
 
-def _baseline_bytes() -> int:
+def baseline_bytes() -> int:
+    """Peak memory of a process that imports what a node imports, and does nothing."""
     told = subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True)
     return int(told.stdout) << 10

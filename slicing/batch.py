@@ -31,6 +31,13 @@ class Cache(Protocol):
     def size_bytes(self) -> int:
         """Memory that it takes, the room to grow included; what is shared with others counts here too."""
 
+    @property
+    def memory_rows(self) -> int:
+        """Encoder states that came."""
+
+    def add_memory(self, states: torch.Tensor) -> None:
+        """Take encoder states [rows, width], all before the first step. Raises ValueError later, or for no use."""
+
     def truncate(self, position: int) -> None:
         """Forget positions at and after `position`. Raises `CannotRollBack` where a state cannot follow."""
 
@@ -54,9 +61,14 @@ class Work:
     cache: Any  # a Cache that this runner made
     inputs: torch.Tensor = field(
         repr=False
-    )  # hidden states [rows, hidden]; token ids [rows] (int64) at the opening
+    )  # hidden states [rows, hidden]; at the opening token ids [rows] or [rows, streams] (int64), or embeddings
     position: int  # of the first row; at most the cache's length, what follows is overwritten
-    keep: Sequence[int] | None = None  # closing end: the rows whose logits are wanted; None: the last
+    keep: Sequence[int] | None = (
+        None  # closing end: the rows whose logits are wanted; None: the last (frame's)
+    )
+    places: torch.Tensor | None = field(
+        default=None, repr=False
+    )  # [axes, rows]; None: counted from `position`
 
     @property
     def rows(self) -> int:
@@ -76,6 +88,11 @@ class Runner(Protocol):
     hidden_size: int
     vocab_size: int
     max_positions: int
+    num_streams: int  # tokens of a position
+    takes_memory: bool  # its layers attend to an encoder's states (`Cache.add_memory`)
+    is_headless: bool  # the closing end gives the last hidden states, not logits
+    is_causal: bool  # otherwise a text is one step at position 0, and nothing is kept of it
+    max_axes: int  # that `Work.places` may have; 0: positions are counted
     max_works: int  # more than so many works in a call gain nothing; 1: call it for each session
     is_invariant: (
         bool  # a session's bits depend neither on the others in a call nor on how its rows were split
@@ -86,6 +103,9 @@ class Runner(Protocol):
 
     def cache_bytes(self, num_positions: int) -> int:
         """Return what a session of so many positions takes in the held layers at most."""
+
+    def memory_bytes(self, num_rows: int) -> int:
+        """Return what so many rows of encoder states take: they themselves, and what the held layers make of them."""
 
     def run_opening_batch(
         self, works: Sequence[Work], *, end: int, is_cancelled: IsCancelled | None = None
@@ -104,11 +124,27 @@ class Runner(Protocol):
     def run_closing_batch(
         self, works: Sequence[Work], *, start: int, is_cancelled: IsCancelled | None = None
     ) -> list[torch.Tensor]:
-        """Run layers [start, N), norm and head: logits [len(keep), vocab] (float32) of each work."""
+        """Run layers [start, N), norm and head: logits [len(keep), vocab] (float32) of each work.
+
+        With several streams [len(keep), streams, vocab]; of a headless model hidden states [len(keep), hidden].
+        """
 
 
 class SingleCalls:
-    """The calls for one session, made of the calls for several. For classes that are a `Runner`."""
+    """The calls for one session, made of the calls for several. For classes that are a `Runner`.
+
+    They run a text model unless they say otherwise.
+    """
+
+    num_streams = 1
+    takes_memory = False
+    is_headless = False
+    is_causal = True
+    max_axes = 0
+
+    def memory_bytes(self, num_rows: int) -> int:
+        """Return what so many rows of encoder states take: there are none."""
+        return 0
 
     def run_opening(
         self: Any,
@@ -160,10 +196,12 @@ class SingleCalls:
             return 0.0
         cache = self.new_cache()
         hidden_states = torch.randn(rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        if self.takes_memory:
+            cache.add_memory(hidden_states)
         times = []
         for step in range(MEASURED_STEPS + 1):  # the first allocates, and is not counted
             began = time.perf_counter()
-            self.run_layers(cache, hidden_states, step * rows, start=start, end=end)
+            self.run_layers(cache, hidden_states, step * rows if self.is_causal else 0, start=start, end=end)
             times.append(time.perf_counter() - began)
         cache.close()
         return statistics.median(times[1:]) * 1000 / (end - start)

@@ -7,7 +7,6 @@ pass hidden states on, what arrived is injected in front of block `start`, and t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,11 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slicing.call_plan import BlockForm
+from slicing.forward_form import ForwardForm
 from slicing.stacks import BlockStack, CannotCut, embedding_weight
 
 IsCancelled = Callable[[], bool]
-
-CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers 5.24 and later, and before
 
 
 class StepCache(Protocol):
@@ -35,6 +33,12 @@ class StepCache(Protocol):
 
     def position_ids(self, position: int, rows: int, device: torch.device) -> torch.Tensor:
         """Return the positions of the rows [1, rows]."""
+
+    def for_model(self) -> Any:
+        """Return what the stock forward takes for its cache."""
+
+    def memory_states(self) -> torch.Tensor | None:
+        """Return the encoder states [1, rows, width] that blocks attend to, or None."""
 
 
 class Cancelled(Exception):
@@ -54,6 +58,7 @@ class _Call:
     leaves: bool  # leave the forward after block end - 1 (or before block 0, when there is none)
     hidden_states: torch.Tensor | None = field(repr=False)  # to inject; None: what the model itself brings
     is_cancelled: IsCancelled | None
+    memory: torch.Tensor | None = field(default=None, repr=False)  # to inject beside them, into every block
     result: torch.Tensor | None = field(default=None, repr=False)
 
 
@@ -72,10 +77,9 @@ class BlockSlice:
         self.stack = stack
         self.form = form
         self._call = _Call(0, 0, True, None, None)
-        accepted = inspect.signature(type(model).forward).parameters
-        self._cache_argument = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
-        self.takes_positions = "position_ids" in accepted
-        if self._cache_argument is None:
+        self.forward_form = ForwardForm.of(model)
+        self.takes_positions = self.forward_form.position_argument is not None
+        if self.forward_form.is_causal and self.forward_form.cache_argument is None:
             raise CannotCut(f"the forward of {type(model).__name__} takes no key/value cache")
         embedding = embedding_weight(model)
         self._device = embedding.device
@@ -89,30 +93,35 @@ class BlockSlice:
     def embed_and_run(
         self,
         cache: StepCache,
-        token_ids: torch.Tensor,
+        inputs: torch.Tensor,
         position: int,
         end: int,
         is_cancelled: IsCancelled | None = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run what comes before the blocks, and blocks [0, end).
 
-        Token ids [1, rows] to hidden states [1, rows, hidden].
+        Token ids [1, rows] (or [1, rows, streams]), or input embeddings [1, rows, width], to hidden states
+        [1, rows, hidden]. `places` [axes, rows] are given to the model for its positions, where it has several axes.
         """
-        call = _Call(0, end, True, None, is_cancelled)
-        self._forward(call, cache, position, token_ids.shape[1], input_ids=token_ids)
+        call = _Call(0, end, True, None, is_cancelled, self._memory_of(cache, 0, end))
+        self._forward(call, cache, position, inputs.shape[1], self._fed(inputs), places)
         assert call.result is not None
         return call.result
 
     def run_whole(
         self,
         cache: StepCache,
-        token_ids: torch.Tensor,
+        inputs: torch.Tensor,
         position: int,
         is_cancelled: IsCancelled | None = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run everything in one forward: token ids [1, rows] to logits [1, rows, vocab]."""
-        call = _Call(0, len(self.stack), False, None, is_cancelled)
-        return _logits(self._forward(call, cache, position, token_ids.shape[1], input_ids=token_ids))
+        """Run everything in one forward: what `embed_and_run` takes to what `run_to_logits` makes."""
+        num_layers = len(self.stack)
+        call = _Call(0, num_layers, False, None, is_cancelled, self._memory_of(cache, 0, num_layers))
+        output = self._forward(call, cache, position, inputs.shape[1], self._fed(inputs), places)
+        return self.forward_form.made(output)
 
     def run_blocks(
         self,
@@ -122,11 +131,12 @@ class BlockSlice:
         start: int,
         end: int,
         is_cancelled: IsCancelled | None = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run blocks [start, end), at least one, on hidden states [1, rows, hidden]."""
         rows = hidden_states.shape[1]
-        call = _Call(start, end, True, hidden_states, is_cancelled)
-        self._forward(call, cache, position, rows, **self._dummy(rows))
+        call = _Call(start, end, True, hidden_states, is_cancelled, self._memory_of(cache, start, end))
+        self._forward(call, cache, position, rows, self._dummy(rows), places)
         assert call.result is not None
         return call.result
 
@@ -137,27 +147,42 @@ class BlockSlice:
         position: int,
         start: int,
         is_cancelled: IsCancelled | None = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run blocks [start, N) and what comes after them.
 
-        Hidden states [1, rows, hidden] to logits [1, rows, vocab].
+        Hidden states [1, rows, hidden] to logits [1, rows, vocab] (or [1, rows, streams, vocab]), of a headless model
+        to its last hidden states [1, rows, hidden].
         """
-        rows = hidden_states.shape[1]
-        call = _Call(start, len(self.stack), False, hidden_states, is_cancelled)
-        return _logits(self._forward(call, cache, position, rows, **self._dummy(rows)))
+        rows, num_layers = hidden_states.shape[1], len(self.stack)
+        call = _Call(
+            start, num_layers, False, hidden_states, is_cancelled, self._memory_of(cache, start, num_layers)
+        )
+        return self.forward_form.made(self._forward(call, cache, position, rows, self._dummy(rows), places))
 
     def _forward(
-        self, call: _Call, cache: StepCache, position: int, rows: int, **inputs: torch.Tensor
+        self,
+        call: _Call,
+        cache: StepCache,
+        position: int,
+        rows: int,
+        inputs: dict[str, Any],
+        places: torch.Tensor | None,
     ) -> Any:
-        assert self._cache_argument is not None
-        inputs[self._cache_argument] = cache  # type: ignore[assignment]
-        if self.takes_positions:
-            inputs["position_ids"] = cache.position_ids(position, rows, self._device)
+        form = self.forward_form
+        if form.cache_argument is not None and form.is_causal:
+            inputs |= {form.cache_argument: cache.for_model(), "use_cache": True}
+        if form.position_argument is not None:
+            inputs[form.position_argument] = (
+                cache.position_ids(position, rows, self._device)
+                if places is None
+                else as_position_ids(places.to(self._device))
+            )
         self._call = call
         cache.begin(position, call.start, call.end)
         try:
             with torch.inference_mode():
-                output = self.model(**inputs, use_cache=True)
+                output = self.model(**inputs)
         except _LeaveForward:
             output = None
         finally:
@@ -166,12 +191,27 @@ class BlockSlice:
             cache.finish(position + rows, call.start, call.end)
         return output
 
-    def _dummy(self, rows: int) -> dict[str, torch.Tensor]:
+    def _fed(self, inputs: torch.Tensor) -> dict[str, Any]:
+        if inputs.is_floating_point():
+            return self.forward_form.with_embeds(inputs)
+        return self.forward_form.with_ids(inputs)
+
+    def _dummy(self, rows: int) -> dict[str, Any]:
         """Return inputs that only give the model's own prelude its shapes; fresh ones, as it may write into them."""
         if not self.form.takes_embeds:
-            return {"input_ids": torch.zeros(1, rows, dtype=torch.int64, device=self._device)}
+            return self.forward_form.dummy_ids(rows, self._device)
         shape = (1, rows, self._embedding_size)
-        return {"inputs_embeds": torch.zeros(shape, dtype=self.model.dtype, device=self._device)}
+        zeros = torch.zeros(shape, dtype=self.model.dtype, device=self._device)
+        return self.forward_form.with_embeds(zeros)
+
+    def _memory_of(self, cache: StepCache, start: int, end: int) -> torch.Tensor | None:
+        """What the blocks of a call attend to. Raises ValueError where they need what did not come."""
+        if self.form.memory is None or start >= end:
+            return None
+        memory = cache.memory_states()
+        if memory is None:
+            raise ValueError("the session's encoder states did not come")
+        return memory
 
     def _stand_in(self, number: int, block: nn.Module) -> Callable[..., Any]:
         run_block = block.forward
@@ -185,6 +225,8 @@ class BlockSlice:
                     raise Cancelled
                 if number == call.start and call.hidden_states is not None:
                     args, kwargs = form.replace_hidden(args, kwargs, call.hidden_states)
+                if call.memory is not None:
+                    args, kwargs = form.replace_memory(args, kwargs, call.memory)
                 output = run_block(*args, **kwargs)
                 if call.leaves and number == call.end - 1:
                     call.result = form.unwrap(output)
@@ -200,8 +242,9 @@ class BlockSlice:
         return forward
 
 
-def _logits(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output.logits
+def as_position_ids(places: torch.Tensor) -> torch.Tensor:
+    """Return places [axes, rows] as a stock forward takes them: [1, rows] of one axis, else [axes, 1, rows]."""
+    return places if len(places) == 1 else places.unsqueeze(1)
 
 
 _IDLE = _Call(0, 0, True, None, None)

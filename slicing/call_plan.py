@@ -28,6 +28,7 @@ class BlockForm:
     argument: int | str  # place (positional) or name (keyword) of the hidden states in a block call
     output_length: int | None  # None: a block returns the tensor itself; else a tuple with it in front
     takes_embeds: bool = True  # the model's forward runs on made-up input embeddings; otherwise on token ids
+    memory: int | str | None = None  # place or name of an encoder's states; None: blocks take none
 
     def hidden_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Return the hidden states among the arguments of a call."""
@@ -37,9 +38,14 @@ class BlockForm:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states: torch.Tensor
     ) -> Arguments:
         """Return the arguments of a call with other hidden states."""
-        if isinstance(self.argument, int):
-            return (*args[: self.argument], hidden_states, *args[self.argument + 1 :]), kwargs
-        return args, {**kwargs, self.argument: hidden_states}
+        return _replaced(self.argument, args, kwargs, hidden_states)
+
+    def replace_memory(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], states: torch.Tensor
+    ) -> Arguments:
+        """Return the arguments of a call with other encoder states."""
+        assert self.memory is not None
+        return _replaced(self.memory, args, kwargs, states)
 
     def unwrap(self, output: Any) -> torch.Tensor:
         """Return the hidden states that a block's output holds."""
@@ -72,11 +78,13 @@ class CallPlan:
 
 
 def take_apart(block: nn.Module, call: BlockCall, form: BlockForm) -> CallPlan:
-    """Take a call apart; the hidden states are left out."""
-    blank = form.replace_hidden(call.args, call.kwargs, torch.empty(0))
-    bound = name_arguments(block, *blank)
-    hidden_name = next(name for name, value in bound.items() if value is form.hidden_of(*blank))
-    leaves = [leaf for name, value in bound.items() if name != hidden_name for leaf in _leaves(name, value)]
+    """Take a call apart; the hidden states, and an encoder's, are left out."""
+    blank = torch.empty(0)
+    args, kwargs = form.replace_hidden(call.args, call.kwargs, blank)
+    if form.memory is not None:
+        args, kwargs = form.replace_memory(args, kwargs, blank)
+    bound = name_arguments(block, args, kwargs)
+    leaves = [leaf for name, value in bound.items() if value is not blank for leaf in _leaves(name, value)]
     constant = (bool, int, float, str, type(None), torch.dtype, torch.device)
     return CallPlan(
         tensors={name: value for name, value in leaves if isinstance(value, torch.Tensor)},
@@ -151,6 +159,33 @@ def learn_form(stack: BlockStack, calls: Sequence[BlockCall]) -> BlockForm:
         if form.output_length != (len(call.output) if isinstance(call.output, tuple) else None):
             raise CannotCut(f"block {call.number} of {stack.name} returns something else than its neighbours")
     return form
+
+
+def find_memory(call: BlockCall, form: BlockForm, rows: int) -> tuple[int | str, torch.Tensor]:
+    """Find the encoder's states [1, rows, width] among a call's arguments: their place or name, and they themselves.
+
+    Raises `CannotCut` when there are none of that shape, or several.
+    """
+    found = [
+        (place, value)
+        for place, value in itertools.chain[tuple[int | str, Any]](enumerate(call.args), call.kwargs.items())
+        if place != form.argument
+        and isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dim() == 3
+        and tuple(value.shape[:2]) == (1, rows)
+    ]
+    if len(found) != 1:
+        raise CannotCut(f"blocks are called with {len(found)} arguments that could be an encoder's states")
+    return found[0]
+
+
+def _replaced(
+    place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], value: torch.Tensor
+) -> Arguments:
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
 
 
 def _form_between(stack: BlockStack, call: BlockCall, following: BlockCall) -> BlockForm:

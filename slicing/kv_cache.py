@@ -24,6 +24,9 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from slicing.memory import Memory
+from slicing.model_kind import shape_of
+
 MIN_CAPACITY = 64  # positions; below this a doubling saves no memory worth a copy
 
 
@@ -36,10 +39,14 @@ class CacheLayout:
     """What kind of storage each layer of a model needs."""
 
     layers: tuple[tuple[str, Mapping[str, Any]], ...]  # transformers' layer type and its settings
+    has_memory: bool = False  # layers attend to an encoder's states as well
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> CacheLayout:
         """Read it from a configuration, as transformers does for its own cache."""
+        shape = shape_of(config)
+        if shape.kind.has_memory:
+            return cls((("full_attention", {}),) * shape.num_layers, has_memory=True)
         types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         return cls(tuple(zip(types, settings, strict=True)))
 
@@ -177,6 +184,30 @@ class KVCache(Cache):
             if start <= number < end:
                 self._states[number] = length
 
+    @property
+    def memory(self) -> Memory | None:
+        """What cross-attention looks at; None for a model without."""
+        return self._memory
+
+    @property
+    def memory_rows(self) -> int:
+        """Encoder states that came."""
+        return self._memory.rows if self._memory is not None else 0
+
+    def add_memory(self, states: torch.Tensor) -> None:
+        """Take encoder states [rows, width], all before the first step. Raises ValueError later, or for no use."""
+        if self._memory is None:
+            raise ValueError("this model takes no encoder states")
+        self._memory.add(states)
+
+    def memory_states(self) -> torch.Tensor | None:
+        """Return all encoder states [1, rows, width], or None."""
+        return self._memory.states if self._memory is not None else None
+
+    def for_model(self) -> Cache:
+        """Return what a stock forward takes for its cache."""
+        return self if self._memory is None else self._memory.pair
+
     def truncate(self, position: int) -> None:
         """Forget everything from `position` on. Raises `CannotRollBack` where a running state cannot follow."""
         if not 0 <= position <= self.length:
@@ -191,7 +222,11 @@ class KVCache(Cache):
 
     def can_fork(self, length: int) -> bool:
         """Tell whether `fork(length)` would succeed."""
-        return 0 <= length <= self.length and self._stuck_at(length) is None
+        return (
+            0 <= length <= self.length
+            and self._stuck_at(length) is None
+            and not (length and self.memory_rows)
+        )
 
     def fork(self, length: int) -> KVCache:
         """Return another session's cache with a copy of the first `length` positions; this one is not changed.
@@ -203,6 +238,8 @@ class KVCache(Cache):
         stuck = self._stuck_at(length)
         if stuck is not None:
             raise CannotRollBack(f"layer {stuck} keeps a running state: it cannot be forked at {length}")
+        if length and self.memory_rows:
+            raise CannotRollBack("a session with encoder states cannot be forked")
         other = KVCache(self.layout)
         if length == 0:
             return other
@@ -224,8 +261,9 @@ class KVCache(Cache):
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the layers take, the room to grow included."""
-        return sum(_size_bytes(layer) for layer in self.layers)
+        """Memory that the layers take, the room to grow and encoder states included."""
+        more = self._memory.size_bytes if self._memory is not None else 0
+        return more + sum(_size_bytes(layer) for layer in self.layers)
 
     @property
     def bytes_per_position(self) -> int:
@@ -281,6 +319,7 @@ class KVCache(Cache):
         self.length = 0
         self._cursor = Cursor()
         super().__init__(layers=[_new_layer(*settings, self._cursor) for settings in self.layout.layers])
+        self._memory = Memory(self, len(self.layers)) if self.layout.has_memory else None
         self._states = {
             number: 0
             for number, layer in enumerate(self.layers)

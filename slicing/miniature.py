@@ -13,16 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slicing.block_slice import BlockSlice
 from slicing.call_plan import (
     BlockCall,
     BlockForm,
+    CallPlan,
+    find_memory,
     first_difference,
     learn_form,
     name_arguments,
@@ -30,7 +33,9 @@ from slicing.call_plan import (
     take_apart,
 )
 from slicing.ends import EndNames, Parts, learn_ends, needed_parameters
+from slicing.forward_form import ForwardForm
 from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache
+from slicing.model_kind import ModelShape, shape_of
 from slicing.shrink import num_layers_of_one_period, small_configs
 from slicing.stacks import (
     BUILDING,
@@ -41,10 +46,13 @@ from slicing.stacks import (
     embedding_weight,
     find_stack,
     first_line,
+    lend_tables,
     make_hollow,
+    new_model,
     persistent_names,
     share_tensors,
 )
+from slicing.whole_text import WholeTextCache
 
 __all__ = ["CannotCut", "CutReport", "build_miniature", "check_cut", "config_digest"]
 
@@ -55,6 +63,8 @@ SEED = 20
 # goes back, the last starts again.
 STEPS = ((0, 6), (6, 3), (9, 1), (10, 1), (8, 2), (10, 1), (0, 4))
 FORWARD_STEPS = STEPS[:4]
+WHOLE_STEPS = ((0, 6), (0, 9), (0, 2))  # of a model in which every row sees every other: texts
+MEMORY_ROWS = 7  # of what an encoder hands to the decoder; no step has as many
 # Other kernels for other row counts move logits of this size by 1e-5 of the largest; a forgotten state by its half.
 CHUNK_TOLERANCE = 1e-3
 
@@ -63,12 +73,17 @@ CHUNK_TOLERANCE = 1e-3
 class CutReport:
     """What the check learned about a model's class on the way to finding that it can be cut."""
 
-    num_layers: int  # of the real model
+    shape: ModelShape  # of the real model
     num_kinds: int  # of layers
     miniature_layers: int
     form: BlockForm
     ends: EndNames
     can_roll_back: bool  # to any position; otherwise only to 0
+
+    @property
+    def num_layers(self) -> int:
+        """Of the real model."""
+        return self.shape.num_layers
 
 
 def check_cut(config: PretrainedConfig) -> CutReport:
@@ -126,28 +141,76 @@ def _check_whole_against_cut(config: PretrainedConfig) -> CutReport:
     kinds = block_kinds(real)
     model = _build_miniature(config, kinds)
     stack = find_stack(model)
-    token_ids = _token_ids(model)
+    inputs = _Inputs(model)
     with recorded_calls(stack) as calls:
-        ends = learn_ends(model, stack, lambda: model(input_ids=token_ids[:, :2], use_cache=False))
+        ends = learn_ends(model, stack, lambda: inputs.run_stock(2))
     form = learn_form(stack, calls)
     _check_width(stack, calls[0], form, model)
-    form = replace(form, takes_embeds=_takes_embeds(model))
-    trial = _Trial(model, form, ends, token_ids)
+    form = replace(form, takes_embeds=inputs.takes_embeds())
+    memory = None
+    if inputs.encoded is not None:
+        place, memory = find_memory(calls[0], form, MEMORY_ROWS)
+        form = replace(form, memory=place)
+    trial = _Trial(model, form, ends, inputs, memory)
     trial.check_against_stock()
     trial.check_slices()
-    return CutReport(len(real), len(set(kinds)), len(stack), form, ends, trial.can_roll_back)
+    return CutReport(shape_of(config), len(set(kinds)), len(stack), form, ends, trial.can_roll_back)
+
+
+class _Inputs:
+    """What a miniature is tried on: token ids, and what an encoder would have made."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.form = ForwardForm.of(model)
+        self.token_ids = _token_ids(model)
+        width = self.form.memory_width
+        generator = torch.Generator().manual_seed(SEED)
+        self.encoded = torch.randn(1, MEMORY_ROWS, width, generator=generator) if width else None
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        return STEPS if self.form.is_causal else WHOLE_STEPS
+
+    def rows(self, position: int, rows: int) -> torch.Tensor:
+        return self.token_ids[:, position : position + rows]
+
+    def run_stock(self, rows: int) -> torch.Tensor:
+        """Run the stock model on the first rows, storing nothing."""
+        with torch.no_grad():
+            fed = self.form.with_ids(self.rows(0, rows), self.encoded)
+            stores = {"use_cache": False} if self.form.is_causal else {}
+            return self.form.made(self.model(**fed, **stores))
+
+    def takes_embeds(self) -> bool:
+        """Tell whether the model runs on input embeddings that belong to no token."""
+        if self.form.shape.num_streams > 1:
+            return False
+        embeds = torch.zeros(1, 2, embedding_weight(self.model).shape[-1])
+        stores = {"use_cache": False} if self.form.is_causal else {}
+        try:
+            self.model(**self.form.with_embeds(embeds), **stores)
+        except Exception:
+            return False
+        return True
 
 
 class _Trial:
     """One miniature, whole and in parts, and the comparisons between them."""
 
     def __init__(
-        self, model: PreTrainedModel, form: BlockForm, ends: EndNames, token_ids: torch.Tensor
+        self,
+        model: PreTrainedModel,
+        form: BlockForm,
+        ends: EndNames,
+        inputs: _Inputs,
+        memory: torch.Tensor | None,
     ) -> None:
         self.model = model
         self.form = form
         self.ends = ends
-        self.token_ids = token_ids
+        self.inputs = inputs
+        self.memory = memory  # what blocks attend to [1, rows, width]
         self.num_layers = len(find_stack(model))
         self.layout = CacheLayout.of(model.config)
         self.whole = self._part(Parts.whole(self.num_layers))
@@ -155,16 +218,16 @@ class _Trial:
 
     def check_against_stock(self) -> None:
         """Compare our storage, filled at once and in chunks, with the stock model that stores nothing."""
-        last_position, last_rows = FORWARD_STEPS[-1]
-        rows = last_position + last_rows
-        with torch.no_grad():
-            expected = self.model(input_ids=self._rows(0, rows), use_cache=False).logits
-        name, cache = type(self.model).__name__, KVCache(self.layout)
-        if not _is_near(self._run_whole(KVCache(self.layout), 0, rows), expected):
+        name = type(self.model).__name__
+        steps = FORWARD_STEPS if self.inputs.form.is_causal else self.inputs.steps[:1]
+        rows = sum(steps[-1])
+        expected = self.inputs.run_stock(rows)
+        if not _is_near(self._run_whole(self._new_cache(), 0, rows), expected):
             raise CannotCut(
                 f"{name} gives other logits with our key/value storage and positions than without"
             )
-        in_chunks = [self._run_whole(cache, *step) for step in FORWARD_STEPS]
+        cache = self._new_cache()
+        in_chunks = [self._run_whole(cache, *step) for step in steps]
         if not _is_near(torch.cat(in_chunks, dim=1), expected):
             raise CannotCut(f"{name} gives other logits when a prompt comes in chunks")
 
@@ -173,16 +236,16 @@ class _Trial:
         opening = self._part(Parts(opening=True))
         middle = self._part(Parts(((0, self.num_layers),)))
         closing = self._part(Parts(closing=True))
-        caches = [KVCache(self.layout) for _ in range(self.num_layers)]
-        own_cache, whole_cache = KVCache(self.layout), KVCache(self.layout)
-        for position, rows in STEPS:
+        caches = [self._new_cache() for _ in range(self.num_layers)]
+        own_cache, whole_cache = self._new_cache(), self._new_cache()
+        for position, rows in self.inputs.steps:
             if position < whole_cache.length and not self._roll_back(
                 [whole_cache, own_cache, *caches], position
             ):
                 continue
             with recorded_calls(self.whole.stack) as whole_calls:
                 expected = self._run_whole(whole_cache, position, rows)
-            states = opening.embed_and_run(own_cache, self._rows(position, rows), position, 0)
+            states = opening.embed_and_run(own_cache, self.inputs.rows(position, rows), position, 0)
             for layer, cache in enumerate(caches):
                 with recorded_calls(middle.stack) as calls:
                     states = middle.run_blocks(cache, states, position, layer, layer + 1)
@@ -192,7 +255,15 @@ class _Trial:
                     f"norm and head after {self.whole.stack.name} give other logits when run by themselves"
                 )
 
-    def _roll_back(self, caches: Sequence[KVCache], position: int) -> bool:
+    def _new_cache(self) -> Any:
+        if not self.inputs.form.is_causal:
+            return WholeTextCache()
+        cache = KVCache(self.layout)
+        if self.memory is not None:
+            cache.add_memory(self.memory[0])
+        return cache
+
+    def _roll_back(self, caches: Sequence[Any], position: int) -> bool:
         try:
             for cache in caches:
                 cache.truncate(min(position, cache.length))
@@ -203,24 +274,29 @@ class _Trial:
     def _compare(self, whole: BlockCall, cut: BlockCall, states: torch.Tensor) -> None:
         """Compare one block's call in a slice with its call in the whole model.
 
-        Notes that blocks leave for each other in a dictionary may differ, as long as no block reads them.
+        Notes that blocks leave for each other in a dictionary may differ, as long as no block reads them; so may what
+        a block makes by itself where the one before did not hand it on.
         """
         block = self.whole.stack.blocks[whole.number]
-        name = first_difference(take_apart(block, whole, self.form), take_apart(block, cut, self.form))
+        theirs = take_apart(block, cut, self.form)
+        name = first_difference(take_apart(block, whole, self.form), theirs)
         is_same = torch.equal(self.form.unwrap(whole.output), states)
         place = f"block {whole.number} of {self.whole.stack.name}"
-        if name is not None and not (is_same and _is_note(block, whole, name)):
+        is_left = name is not None and (_is_note(block, whole, name) or self._is_made_again(name, theirs))
+        if name is not None and not (is_same and is_left):
             raise CannotCut(f"{place} takes {name}, which a slice cannot derive from positions alone")
         if not is_same:
             raise CannotCut(
                 f"{place} gives other hidden states when it is run by itself, from the same arguments"
             )
 
-    def _run_whole(self, cache: KVCache, position: int, rows: int) -> torch.Tensor:
-        return self.whole.run_whole(cache, self._rows(position, rows), position)
+    def _is_made_again(self, name: str, cut: CallPlan) -> bool:
+        """Whether a block that is not handed what an earlier one returned makes it by itself (`lend_tables`)."""
+        returns_more = self.form.output_length is not None and self.form.output_length > 1
+        return returns_more and self.memory is not None and cut.constants.get(name, 0) is None
 
-    def _rows(self, position: int, rows: int) -> torch.Tensor:
-        return self.token_ids[:, position : position + rows]
+    def _run_whole(self, cache: Any, position: int, rows: int) -> torch.Tensor:
+        return self.whole.run_whole(cache, self.inputs.rows(position, rows), position)
 
     def _part(self, parts: Parts) -> BlockSlice:
         part = build_weightless(self.model.config, torch.float32)
@@ -243,7 +319,7 @@ def _build_miniature(config: PretrainedConfig, kinds: Sequence[object]) -> PreTr
             missing = set(pairwise(kinds)) - set(pairwise(block_kinds(find_stack(model))))
             if missing:
                 raise CannotCut(f"{len(missing)} changes between kinds of layers do not occur in it")
-            model(input_ids=_token_ids(model)[:, :2], use_cache=False)
+            _Inputs(model).run_stock(2)
         except CannotCut as error:
             reasons.append(str(error))
         except Exception as error:
@@ -258,7 +334,8 @@ def _build_miniature(config: PretrainedConfig, kinds: Sequence[object]) -> PreTr
 def _with_random_weights(config: PretrainedConfig) -> PreTrainedModel:
     with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        model = new_model(config, torch.float32).eval().requires_grad_(False)
+        lend_tables(model)
         stored = persistent_names(model)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in stored and tensor.is_floating_point():
@@ -267,26 +344,19 @@ def _with_random_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _token_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Return token ids [1, n], enough for every step; none is one of the low special ones."""
+    """Return token ids [1, n] or [1, n, streams], enough for every step; none is one of the low special ones."""
     length = max(position + rows for position, rows in STEPS)
-    vocab_size = embedding_weight(model).shape[0]
-    return (torch.arange(length).unsqueeze(0) * 7 + 5) % (vocab_size - 4) + 4
+    shape = shape_of(model.config)
+    numbers = torch.arange(length * shape.num_streams).view(1, length, shape.num_streams) * 7 + 5
+    token_ids = numbers % (shape.vocab_size - 4) + 4
+    return token_ids if shape.num_streams > 1 else token_ids[:, :, 0]
 
 
 def _check_width(stack: BlockStack, call: BlockCall, form: BlockForm, model: PreTrainedModel) -> None:
     shape = tuple(form.hidden_of(call.args, call.kwargs).shape)
-    width = model.config.get_text_config(decoder=True).hidden_size
+    width = shape_of(model.config).hidden_size
     if shape != (1, 2, width):
         raise CannotCut(f"the hidden states of {stack.name} have shape {shape}, not [1, rows, {width}]")
-
-
-def _takes_embeds(model: PreTrainedModel) -> bool:
-    """Tell whether the model runs on input embeddings that belong to no token."""
-    try:
-        model(inputs_embeds=torch.zeros(1, 2, embedding_weight(model).shape[-1]), use_cache=False)
-    except Exception:
-        return False
-    return True
 
 
 def _is_note(block: nn.Module, call: BlockCall, name: str) -> bool:

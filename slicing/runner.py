@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from slicing.batch import IsCancelled, SingleCalls, Work
 from slicing.block_slice import BlockSlice, Cancelled
+from slicing.branches import unfold
 from slicing.ends import Parts, needed_parameters
 from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache, capacity_for
 from slicing.miniature import CutReport, check_cut
+from slicing.model_kind import ModelKind, max_positions, shape_of
 from slicing.progress import Progress, no_progress
 from slicing.stacks import (
     build_weightless,
@@ -29,13 +33,13 @@ from slicing.stacks import (
     share_tensors,
 )
 from slicing.weights import Checkpoint, load_parameters
+from slicing.whole_text import WholeTextCache
 from slicing.wide_head import widen
 
-__all__ = ["Cancelled", "CannotRollBack", "KVCache", "Parts", "PlainRunner"]
+__all__ = ["Cancelled", "CannotRollBack", "KVCache", "Parts", "PlainRunner", "max_positions"]
 
 ALIGNMENT_BYTES = 64  # torch's own; kernels take another path (other bits) for rows at odd addresses
-UNLIMITED_POSITIONS = 1 << 20  # for models without a table of positions or a trained limit
-POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+MAX_AXES = 4  # of rotary positions: text, time, height and width
 MAX_HEAD_THREADS = 4  # a few cores take all that memory gives
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -55,16 +59,21 @@ class PlainRunner(SingleCalls):
         layer_hashes: Mapping[int, bytes] | None = None,
     ) -> None:
         """Take over a model from `build_weightless` that has been given the tensors of `parts`."""
-        config = model.config.get_text_config(decoder=True)
+        shape = shape_of(model.config)
         self.parts = parts
         self.layer_hashes: Mapping[int, bytes] = dict(layer_hashes or {})
         self.size_bytes, self.device = _held(model)
         self.dtype = model.dtype
         self.form = f"plain/{DTYPE_NAMES.get(self.dtype, str(self.dtype))}/{kernel_class(self.device)}"
-        self.num_layers = report.num_layers
-        self.hidden_size = int(config.hidden_size)
-        self.vocab_size = int(config.vocab_size)
-        self.max_positions = max_positions(config)
+        self.num_layers = shape.num_layers
+        self.hidden_size = shape.hidden_size
+        self.vocab_size = shape.vocab_size
+        self.max_positions = shape.max_positions
+        self.num_streams = shape.num_streams
+        self.takes_memory = shape.kind.has_memory
+        self.is_headless = shape.kind.is_headless
+        self.is_causal = shape.kind is not ModelKind.ENCODER
+        self.max_axes = MAX_AXES if shape.kind is ModelKind.MULTIMODAL else 0
         make_hollow(model, self.device)
         self._slice = BlockSlice(model, find_stack(model), report.form)
         self._layout = CacheLayout.of(model.config)
@@ -117,30 +126,37 @@ class PlainRunner(SingleCalls):
         number = num_threads or min(os.cpu_count() or 1, MAX_HEAD_THREADS)
         return self.parts.closing and type(head) is nn.Linear and widen(head, number)
 
-    def new_cache(self) -> KVCache:
-        """Return the empty storage of a new session."""
-        return KVCache(self._layout)
+    def new_cache(self) -> Any:
+        """Return the empty storage of a new session: a `KVCache`, or what stands for one where nothing is kept."""
+        return KVCache(self._layout) if self.is_causal else WholeTextCache()
 
     def cache_bytes(self, num_positions: int) -> int:
         """Return what a session of so many positions takes in the held layers, the room to grow included."""
         per_position, fixed, growing = self._session_sizes
         return per_position * capacity_for(num_positions) + fixed + growing * num_positions
 
+    def memory_bytes(self, num_rows: int) -> int:
+        """Return what so many rows of encoder states take: they themselves, and what the held layers make of them."""
+        return num_rows * self._memory_bytes_per_row if num_rows else 0
+
     def run_opening_batch(
         self, works: Sequence[Work], *, end: int, is_cancelled: IsCancelled | None = None
     ) -> list[torch.Tensor]:
-        """Embed token ids [rows] (int64) and run layers [0, end), one session after the other.
+        """Embed token ids [rows] or [rows, streams] (int64) and run layers [0, end), one session after the other.
 
-        Hidden states [rows, hidden] of each work.
+        Input embeddings [rows, width] are taken as they are. Hidden states [rows, hidden] of each work.
         """
         assert self.parts.opening, "this runner does not hold the opening end"
         self._check_works(works, 0, end)
-        return [
-            self._slice.embed_and_run(
-                work.cache, work.inputs.to(self.device).unsqueeze(0), work.position, end, is_cancelled
-            )[0]
-            for work in works
-        ]
+        unfolded = unfold(works)
+        return unfolded.fold(
+            [
+                self._slice.embed_and_run(
+                    work.cache, self._fed(work.inputs), work.position, end, is_cancelled, work.places
+                )[0]
+                for work in unfolded.works
+            ]
+        )
 
     def run_layers_batch(
         self, works: Sequence[Work], *, start: int, end: int, is_cancelled: IsCancelled | None = None
@@ -152,13 +168,8 @@ class PlainRunner(SingleCalls):
         ValueError before anything is computed.
         """
         self._check_works(works, start, end)
-        batches = ((work, self._batch(work.inputs)) for work in works)
-        return [
-            batch[0]
-            if start == end
-            else self._slice.run_blocks(work.cache, batch, work.position, start, end, is_cancelled)[0]
-            for work, batch in batches
-        ]
+        unfolded = unfold(works)
+        return unfolded.fold([self._run_one(work, start, end, is_cancelled) for work in unfolded.works])
 
     def run_closing_batch(
         self, works: Sequence[Work], *, start: int, is_cancelled: IsCancelled | None = None
@@ -170,43 +181,52 @@ class PlainRunner(SingleCalls):
         """
         assert self.parts.closing, "this runner does not hold the closing end"
         self._check_works(works, start, self.num_layers)
-        return [self._close(work, start, is_cancelled) for work in works]
+        unfolded = unfold(works)
+        return unfolded.fold([self._close(work, start, is_cancelled) for work in unfolded.works])
+
+    def _run_one(self, work: Work, start: int, end: int, is_cancelled: IsCancelled | None) -> torch.Tensor:
+        batch = self._batch(work.inputs)
+        if start == end:
+            return batch[0]
+        return self._slice.run_blocks(
+            work.cache, batch, work.position, start, end, is_cancelled, work.places
+        )[0]
 
     def _close(self, work: Work, start: int, is_cancelled: IsCancelled | None) -> torch.Tensor:
-        batch, cache = self._batch(work.inputs), work.cache
+        batch, cache, places = self._batch(work.inputs), work.cache, work.places
         kept = kept_rows(work.rows, work.keep)
         if kept != list(range(work.rows)):
             if start < self.num_layers:
                 batch = self._slice.run_blocks(
-                    cache, batch, work.position, start, self.num_layers, is_cancelled
+                    cache, batch, work.position, start, self.num_layers, is_cancelled, places
                 )
             start, batch = self.num_layers, batch[:, kept]
-        return self._slice.run_to_logits(cache, batch, work.position, start, is_cancelled)[0].float()
+            places = None if places is None else places[:, kept]
+        return self._slice.run_to_logits(cache, batch, work.position, start, is_cancelled, places)[0].float()
 
     def run_whole(
         self,
-        cache: KVCache,
+        cache: Any,
         token_ids: torch.Tensor,
         position: int,
         *,
         keep: int | Sequence[int] | None = None,
         is_cancelled: IsCancelled | None = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the uncut model on token ids [rows]: logits [n, vocab] (float32). What slices are compared with.
+        """Run the uncut model on what an opening takes: what a closing makes. What slices are compared with.
 
         Norm and head see the kept rows only, as in `run_closing`: a head that multiplies another number of rows may
         give other bits.
         """
         assert self.parts == Parts.whole(self.num_layers), "this runner holds a part of the model only"
-        self._check_works([Work(cache, token_ids, position)], 0, self.num_layers)
-        kept = kept_rows(len(token_ids), keep)
-        if kept != list(range(len(token_ids))):
-            states = self.run_opening(
-                cache, token_ids, position, end=self.num_layers, is_cancelled=is_cancelled
-            )
-            return self.run_closing(cache, states, position, start=self.num_layers, keep=kept)
-        rows = token_ids.to(self.device).unsqueeze(0)
-        return self._slice.run_whole(cache, rows, position, is_cancelled)[0].float()
+        work = Work(cache, token_ids, position, [keep] if isinstance(keep, int) else keep, places)
+        self._check_works([work], 0, self.num_layers)
+        if kept_rows(len(token_ids), work.keep) != list(range(len(token_ids))) or hasattr(cache, "branches"):
+            states = self.run_opening_batch([work], end=self.num_layers, is_cancelled=is_cancelled)[0]
+            closing = replace(work, inputs=states)
+            return self.run_closing_batch([closing], start=self.num_layers, is_cancelled=is_cancelled)[0]
+        return self._slice.run_whole(cache, self._fed(token_ids), position, is_cancelled, places)[0].float()
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -220,8 +240,12 @@ class PlainRunner(SingleCalls):
 
         Found by running two rows.
         """
+        if not self.is_causal:
+            return 0, 0, 0
         cache = self.new_cache()
         row = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
+        if self.takes_memory:
+            cache.add_memory(row)
         others = []
         for position in (0, 1):
             for start, end in self.parts.layers:
@@ -230,6 +254,19 @@ class PlainRunner(SingleCalls):
         growing = others[1] - others[0]
         return cache.bytes_per_position, others[0] - growing, growing
 
+    @cached_property
+    def _memory_bytes_per_row(self) -> int:
+        """Found by running a row over two rows of encoder states, and one."""
+        sizes = []
+        for num_rows in (1, 2) if self.takes_memory else ():
+            cache = self.new_cache()
+            cache.add_memory(torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=self.device))
+            row = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
+            for start, end in self.parts.layers:
+                self.run_layers(cache, row, 0, start=start, end=end)
+            sizes.append(cache.size_bytes)
+        return sizes[1] - sizes[0] if sizes else 0
+
     def _check_works(self, works: Sequence[Work], start: int, end: int) -> None:
         assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
         for work in works:
@@ -237,6 +274,10 @@ class PlainRunner(SingleCalls):
                 raise ValueError(
                     f"a step at position {work.position} leaves a gap: the session holds {work.cache.length}"
                 )
+
+    def _fed(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the opening is given, as the model takes it: ids or embeddings [1, rows, ...]."""
+        return self._batch(inputs) if inputs.is_floating_point() else inputs.to(self.device).unsqueeze(0)
 
     def _batch(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return [1, rows, hidden] as the whole model would have it: this dtype, dense, aligned."""
@@ -252,12 +293,6 @@ def kernel_class(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
     return device.type
-
-
-def max_positions(config: PretrainedConfig) -> int:
-    """Return how many positions a session may have."""
-    named = (getattr(config, key, None) for key in POSITION_KEYS)
-    return next((int(value) for value in named if value), UNLIMITED_POSITIONS)
 
 
 def _held(model: PreTrainedModel) -> tuple[int, torch.device]:

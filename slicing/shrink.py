@@ -29,6 +29,8 @@ SMALL = {
     "ffn_dim": 80,
     "n_inner": 80,
     "ffn_hidden_size": 80,
+    "depth": 2,
+    "embed_dim": 64,
     "num_attention_heads": 4,
     "n_head": 4,
     "n_heads": 4,

@@ -134,7 +134,10 @@ def _expert_views(
 
 
 def tied_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return, for each name that the model's class ties to others, those others (the tie's source first)."""
+    """Return, for each name that the model's class ties to others, those others (the tie's source first).
+
+    Names of one and the same object are tied as well.
+    """
     ties: dict[str, str] = {}
     if isinstance(model, PreTrainedModel):
         ties = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -142,7 +145,16 @@ def tied_groups(model: nn.Module) -> dict[str, list[str]]:
     for target, source in ties.items():
         groups[source].append(target)
     members = [[source, *targets] for source, targets in groups.items()]
-    return {name: [other for other in group if other != name] for group in members for name in group}
+    declared = {name: [other for other in group if other != name] for group in members for name in group}
+    same: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        same[id(tensor)].append(name)
+    shared = {name: [other for other in group if other != name] for group in same.values() for name in group}
+    return {
+        name: list(dict.fromkeys([*declared.get(name, ()), *shared.get(name, ())]))
+        for name in (declared.keys() | shared.keys())
+        if declared.get(name) or shared.get(name)
+    }
 
 
 def essential(model: nn.Module, names: Collection[str]) -> list[str]:

@@ -25,6 +25,7 @@ from slicing.fast.runner import FastRunner, ModelSizes, Opening
 from slicing.fast.skeleton import Skeleton
 from slicing.kv_cache import KVCache
 from slicing.miniature import check_cut
+from slicing.model_kind import ModelKind, kind_of
 from slicing.progress import Progress, no_progress
 from slicing.runner import PlainRunner, max_positions
 from slicing.stacks import BlockStack, build_weightless, embedding_weight, find_stack, set_tensor
@@ -67,6 +68,8 @@ def load_fast(
     """
     from slicing.fast.check import check_layers, learn_checked
 
+    if (kind := kind_of(checkpoint.config)) is not ModelKind.TEXT:
+        raise NotComposable(f"its kernels are for text models, this is one of kind {kind}")
     recipe = learn_checked(checkpoint.config)
     is_bfloat16 = (
         checkpoint.dtype == torch.bfloat16

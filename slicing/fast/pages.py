@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from slicing.fast.records import LANES
@@ -262,6 +263,15 @@ class PagedCache:
             lowest = length - self._reaches[first:last] - 1 - ROLLBACK_ROWS
             np.maximum(floors, lowest // PAGE * PAGE, out=floors, where=self._has_window[first:last])
         self._free()
+
+    @property
+    def memory_rows(self) -> int:
+        """There is no encoder before these layers."""
+        return 0
+
+    def add_memory(self, states: torch.Tensor) -> None:
+        """Raise ValueError: nothing here looks at an encoder's states."""
+        raise ValueError("this runner takes no encoder states")
 
     def truncate(self, position: int) -> None:
         """Forget everything from `position` on. Raises `CannotRollBack` where a window's rows before it are freed."""

@@ -24,12 +24,14 @@ REFUSED = {
     "zaya": "block 1 of model.layers takes prev_router_hidden_states",
     "openai-gpt": "between blocks 0 and 1 of transformer.h",
     "inkling2_loop_text": "between the blocks of model.layers",
-    "mllama": "blocks of model.layers do not run once each",
+    "mllama": "blocks of model.language_model.layers do not run once each",
     "mamba": "MambaForCausalLM gives other logits when a prompt comes in chunks",
     "rwkv": "RwkvForCausalLM takes no key/value cache",
     "minimax": "MiniMax uses cache of its own",
     "hrm_text": "HrmTextForCausalLM has no list of 128 blocks",
-    "t5": "no causal language model from a T5Config",
+    "musicgen_melody": "0 arguments that could be an encoder's states",
+    "mpnet": "block 0 of encoder.layer takes position_bias",
+    "paligemma": "PaliGemmaForConditionalGeneration gives other logits when a prompt comes in chunks",
 }
 
 # Configurations at their real sizes: the miniature has to shrink them by itself.
