@@ -1,9 +1,9 @@
 """What a node tells whoever started it: plain mappings with an `event` name, ready for JSON.
 
-A node that serves what it was told to: "progress" (often), "measured", "ready", "draining" where sessions are left at
-the end, "stopped". One that finds its place itself tells "placing" before its first slice, "moving" and "moved" around
-each later change, "waiting" where there is nothing for it to do yet, "load_failed" where a slice could not be loaded,
-and "reachable" once others have a way to it.
+A node that serves what it was told to: "metrics" where it tells them, "progress" (often), "measured", "ready",
+"draining" where sessions are left at the end, "stopped". One that finds its place itself tells "placing" before its
+first slice, "moving" and "moved" around each later change, "waiting" where there is nothing for it to do yet,
+"load_failed" where a slice could not be loaded, and "reachable" once others have a way to it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from slicing.batching import BatchCounts
 
 NodeEvent = Mapping[str, object]
 OnEvent = Callable[[NodeEvent], None]
+
+
+def metrics(bound: tuple[str, int]) -> NodeEvent:
+    """Prometheus can ask, from now on."""
+    host = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+    return {"event": "metrics", "url": f"http://{host}:{bound[1]}/metrics"}
 
 
 def progress(stage: str, done_bytes: int, total_bytes: int) -> NodeEvent:

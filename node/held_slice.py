@@ -53,7 +53,7 @@ class HeldSlice:
         return self.runner  # type: ignore[return-value]
 
     def cache_bytes(self, entry: HopEntry, num_positions: int) -> int:
-        """What a session of this work takes for so many positions, the room to grow included.
+        """What a session of this work takes for so many positions, the room to grow and its memory included.
 
         Layers are taken as equal. For a session of calls: so many KiB of each block, for kept keys and values.
         """
@@ -61,7 +61,8 @@ class HeldSlice:
         if entry.calls:
             return num_positions * KIB * num_layers
         num_held = self.offer.spec.end - self.offer.spec.start
-        return self.layers.cache_bytes(num_positions) * num_layers // num_held
+        memory_bytes = self.layers.memory_bytes(entry.memory_rows) if entry.memory_rows else 0
+        return self.layers.cache_bytes(num_positions) * entry.branches * num_layers // num_held + memory_bytes
 
     def serves(self, entry: HopEntry) -> bool:
         """Whether the layers and ends asked for are held."""
@@ -80,10 +81,25 @@ class HeldSlice:
             raise WorkError(ErrorCode.NO_SLICE, f"layers {entry.start}:{entry.end} asked; held: {self.name}")
         if entry.calls is not self.takes_calls:
             raise ProtocolError(ErrorCode.MALFORMED, f"calls and hidden states are confused: {self.name}")
-        if not entry.calls and entry.max_positions > self.layers.max_positions:
-            limit = self.layers.max_positions
+        if not entry.calls:
+            self._check_rows(entry)
+
+    def _check_rows(self, entry: HopEntry) -> None:
+        """Refuse positions and rows that the model does not have. Raises ProtocolError."""
+        layers = self.layers
+        if entry.max_positions > layers.max_positions:
+            text = f"{entry.max_positions} positions asked, the model has {layers.max_positions}"
+            raise ProtocolError(ErrorCode.TOO_BIG, text)
+        has_end, has_memory = entry.run_opening or entry.run_closing, bool(entry.memory_rows)
+        needs_memory = layers.takes_memory and entry.start < entry.end
+        problems = {
+            "memory": (needs_memory and not has_memory) or (has_memory and not layers.takes_memory),
+            "axes": entry.axes > layers.max_axes,
+            "streams": has_end and entry.streams != layers.num_streams,
+        }
+        if wrong := [name for name, is_wrong in problems.items() if is_wrong]:
             raise ProtocolError(
-                ErrorCode.TOO_BIG, f"{entry.max_positions} positions asked, the model has {limit}"
+                ErrorCode.MALFORMED, f"what is asked does not fit the model: {', '.join(wrong)}"
             )
 
 
@@ -101,6 +117,8 @@ def check_shape(entry: HopEntry) -> None:
         "positions": entry.max_positions < 1,
         "empty range": entry.start == entry.end and not (entry.run_opening or entry.run_closing),
         "calls": entry.calls and (entry.run_opening or entry.run_closing or entry.resumes or entry.prefixes),
+        "rows": entry.calls and (entry.branches > 1 or entry.streams > 1 or entry.axes or entry.memory_rows),
+        "prefixes": entry.prefixes and (entry.branches > 1 or entry.memory_rows),
     }
     wrong = [name for name, is_wrong in problems.items() if is_wrong]
     if wrong:

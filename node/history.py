@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
 from node.stats import NodeStats
+from routing.frames import first_rows
 from routing.recorded import wants_before
 from routing.types import Answer, Step, Want, WireDtype
 
@@ -27,7 +28,7 @@ KEPT_CALL_BYTES = 1 << 20  # calls are made again for a later route; repeats on 
 
 @dataclass(slots=True)
 class DoneStep:
-    """One computed step: the rows [position, position + rows) and what they became."""
+    """One computed step: the rows from `position` on, of all branches, and what they became."""
 
     number: int
     position: int
@@ -35,32 +36,42 @@ class DoneStep:
     wire: WireDtype  # the element type of the output's rows
     is_answer_due: bool  # the gateway wanted something of it
     output: Output = field(repr=False)
-
-    @property
-    def end(self) -> int:
-        """The position after its last row."""
-        return self.position + self.rows
+    end: int  # the position after its last row
+    is_memory: bool = False  # it takes no positions, and no roll-back undoes it
 
     @property
     def size_bytes(self) -> int:
         """What its output takes."""
         return 0 if self.output is None else len(self.output.payload)
 
-    def cut(self, position: int) -> None:
+    def cut(self, position: int, branches: int, axes: int) -> None:
         """Keep the rows before `position`; an answer is undone with the row it was for."""
-        rows = position - self.position
+        frames = position - self.position
         if isinstance(self.output, Step):
-            self.output = _first_rows(self.output, rows)
+            self.output = _first_frames(self.output, frames, branches, axes)
         else:
             self.output = None
-        self.rows, self.is_answer_due = rows, False
+        self.rows, self.end, self.is_answer_due = frames * branches, position, False
 
 
 class History:
-    """The steps of one session in order. Belongs to the event loop."""
+    """The steps of one session in order. Belongs to the event loop.
 
-    def __init__(self, budget: HistoryBudget, *, max_bytes: int, max_outputs: int | None = None) -> None:
+    `branches` and `axes` say how rows lie in what was sent on, see `routing.frames`.
+    """
+
+    def __init__(
+        self,
+        budget: HistoryBudget,
+        *,
+        max_bytes: int,
+        max_outputs: int | None = None,
+        branches: int = 1,
+        axes: int = 0,
+    ) -> None:
         self._budget = budget
+        self._branches = branches
+        self._axes = axes
         self._max_bytes = max_bytes
         self._max_outputs = max_outputs
         self._steps: list[DoneStep] = []
@@ -80,9 +91,11 @@ class History:
         return len(self._steps) - self._first_held
 
     def add(self, step: Step, output: Output, wire: WireDtype) -> None:
-        """A step was computed; rows at and after its position are overwritten by it."""
-        self._cut(step.position)
-        done = DoneStep(step.step, step.position, step.rows, wire, step.want is not Want.NONE, output)
+        """A step was computed; rows at and after its position are overwritten by it, memory never."""
+        if not step.is_memory:
+            self._cut(step.position)
+        is_due, end = step.want is not Want.NONE, step.end(self._branches)
+        done = DoneStep(step.step, step.position, step.rows, wire, is_due, output, end, step.is_memory)
         self._steps.append(done)
         self._resize(done.size_bytes)
         too_many = self.num_held if self._max_outputs is None else self._max_outputs
@@ -149,13 +162,13 @@ class History:
 
     def _cut(self, position: int) -> None:
         keep = len(self._steps)
-        while keep and self._steps[keep - 1].position >= position:
+        while keep and not self._steps[keep - 1].is_memory and self._steps[keep - 1].position >= position:
             keep -= 1
         self._drop_after(keep)
         if self._steps and self._steps[-1].end > position:
             last = self._steps[-1]
             before = last.size_bytes
-            last.cut(position)
+            last.cut(position, self._branches, self._axes)
             self._resize(last.size_bytes - before)
 
     def _drop_after(self, index: int) -> None:
@@ -206,12 +219,12 @@ class HistoryBudget:
             max(self._histories.values(), key=_size_bytes).let_go()
 
 
-def _first_rows(step: Step, rows: int) -> Step:
+def _first_frames(step: Step, frames: int, branches: int, axes: int) -> Step:
     """The first rows of a step that was sent on, with what is still wanted of them."""
-    row_bytes = len(step.payload) // step.rows
-    want, want_rows = wants_before(step.want, step.want_rows, rows)
+    want, want_rows = wants_before(step.want, step.want_rows, frames)
+    rows = frames * branches
     payload = bytes(
-        memoryview(step.payload)[: rows * row_bytes]
+        first_rows(step.payload, step.rows, rows, axes)
     )  # a copy: a view would hold the rest as well
     return replace(step, rows=rows, payload=payload, want=want, want_rows=want_rows)
 

@@ -28,7 +28,7 @@ from node.form_choice import (
 )
 from node.held_slice import HeldSlice
 from node.settings import NodeSettings
-from node.step_job import TORCH_DTYPES
+from node.step_rows import TORCH_DTYPES
 from routing.errors import SettingsError
 from routing.types import SliceOffer, SliceSpec
 from slicing.any_model import OpenModel
@@ -39,6 +39,7 @@ from slicing.diffusion.block_range import BlockRange, load_block_range
 from slicing.diffusion.source import PipelineSource
 from slicing.ends import Parts
 from slicing.load_runner import LoadedRunner, load_runner
+from slicing.model_kind import shape_of
 from slicing.progress import StoppableProgress
 from slicing.stacks import BUILDING
 from slicing.weights import layer_number
@@ -103,7 +104,7 @@ def read_slice(
     `load_runner`.
     """
     started, read_before = time.perf_counter(), checkpoint.bytes_requested
-    num_layers = checkpoint.config.num_hidden_layers
+    num_layers = shape_of(checkpoint.config).num_layers
     spec = checked_spec(layers, num_layers)
     store = _store(settings, checkpoint, spec)
     remembered = store.load()

@@ -7,16 +7,20 @@ callback how far it is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from node import events
 from node.budget import free_memory_bytes
 from node.events import OnEvent
+from node.exporter import exporting
 from node.loading import LoadedSlice
 from node.member import Node, Parts
 from node.memory import Memory
+from node.metrics import MemberMetrics
 from node.placing import PlacingTimes
 from node.scheduler import Scheduler
 from node.settings import NodeSettings
@@ -36,14 +40,18 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent, times: PlacingT
     identity = load_identity(settings.key_path)
     scheduler = Scheduler()
     loader = SliceLoader(settings, scheduler, on_event)
+    metrics = MemberMetrics("node")
     try:
-        allowed_bytes = settings.memory_bytes or int(free_memory_bytes(settings.device) * settings.overhead)
-        loaded, facts = await _prepare(settings, loader)
-        memory = Memory(settings, allowed_bytes, sum(slice_.weights_bytes for slice_ in loaded))
-        parts = Parts(memory, scheduler, loader, loaded, facts)
-        public = await _public_place(settings)
-        node = Node(identity, settings, parts, on_event, public=public, times=times or PlacingTimes())
-        await node.run()
+        async with _exported(settings, metrics, on_event):
+            allowed_bytes = settings.memory_bytes or int(
+                free_memory_bytes(settings.device) * settings.overhead
+            )
+            loaded, facts = await _prepare(settings, loader)
+            memory = Memory(settings, allowed_bytes, sum(slice_.weights_bytes for slice_ in loaded))
+            parts = Parts(memory, scheduler, loader, loaded, facts, metrics)
+            public = await _public_place(settings)
+            node = Node(identity, settings, parts, on_event, public=public, times=times or PlacingTimes())
+            await node.run()
     finally:
         await loader.close()
         await scheduler.close()
@@ -59,6 +67,17 @@ def load_identity(key_path: Path | None) -> Identity:
     identity = Identity.generate()
     identity.save(key_path)
     return identity
+
+
+@contextlib.asynccontextmanager
+async def _exported(settings: NodeSettings, metrics: MemberMetrics, on_event: OnEvent) -> AsyncIterator[None]:
+    """Serve metrics from the first second until the last, where that was asked for."""
+    if settings.metrics is None:
+        yield
+        return
+    async with exporting(settings.metrics, metrics) as bound:
+        on_event(events.metrics(bound))
+        yield
 
 
 async def _prepare(settings: NodeSettings, loader: SliceLoader) -> tuple[list[LoadedSlice], list[ModelFacts]]:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from node import events
 from node.budget import MemoryBudget, peak_memory_bytes
 from node.events import OnEvent
+from node.exporter import SERVING
 from node.held_slice import SPOKEN_DTYPES
 from node.loading import LoadedSlice
 from node.memory import Memory
+from node.metrics import LOADING, MemberMetrics
 from node.placing import Placer, PlacingTimes
 from node.scheduler import Scheduler
 from node.server import NodeServer
@@ -26,6 +28,7 @@ from node.slice_loader import ModelFacts, SliceLoader
 from node.slice_mover import SliceMover
 from node.slice_table import SliceTable
 from node.stats import NodeStats
+from node.work_metrics import WorkMetrics
 from routing.address_policy import Scope
 from routing.errors import RemoteError, SettingsError
 from routing.identity import Identity
@@ -62,6 +65,7 @@ class Parts:
     loader: SliceLoader
     loaded: Sequence[LoadedSlice]  # slices that were named: they stay
     facts: Sequence[ModelFacts]  # models whose layers placement decides
+    metrics: MemberMetrics
 
 
 class Node:
@@ -122,8 +126,10 @@ class Node:
         )
         self._bound = ("", 0)
         self._is_ready = False
+        self._is_leaving = False
         self._way_in: NodeAddress | None = None  # last told
         mover.note()
+        self._export(parts.metrics)
 
     async def run(self) -> None:
         """Serve until cancelled, then leave. Raises SettingsError where the address cannot be bound."""
@@ -186,6 +192,7 @@ class Node:
 
     async def _leave(self) -> None:
         """Take no new session, tell everybody, and let those that run end or go elsewhere."""
+        self._is_leaving = True
         self._slices.close_doors()
         await self._network.leave()
         deadline, num_told = time.monotonic() + self._settings.drain_s, 0
@@ -258,6 +265,20 @@ class Node:
         if contacts := self._network.status().contacts:
             return contacts[0]
         return None if self._settings.listen.host in WILDCARDS else NodeAddress(node_id, *self._bound)
+
+    def _export(self, metrics: MemberMetrics) -> None:
+        """Let metrics read what we count."""
+        limit = self._settings.max_sessions
+        metrics.watch_network(self._network)
+        metrics.watch(WorkMetrics(self._stats, self._budget, self._slices, self._scheduler, limit))
+        metrics.know_state(self._state)
+
+    def _state(self) -> str:
+        if self._is_leaving:
+            return "leaving"
+        if self._network.bound is None:
+            return LOADING
+        return SERVING if self._slices.serving else "waiting"
 
     def _tell_way_in(self) -> None:
         """Tell of the first way to us that was proved, and whenever it becomes another."""

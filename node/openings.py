@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from node.call_job import CallState
+from node.drawing import new_sampler
 from node.held_slice import HeldSlice
 from node.history import (
     KEPT_ANSWER_BYTES,
@@ -30,7 +31,7 @@ from node.session_table import SessionTable
 from node.slice_table import SliceTable
 from node.stats import NodeStats
 from node.step_flow import StepFlow, hop_lost
-from node.step_job import new_sampler
+from node.step_job import new_cache
 from routing import wire
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError, WorkError
@@ -167,7 +168,7 @@ class Openings:
             if fork is not None:
                 fork.give_up()
             raise
-        return ForkedState(held.layers.new_cache(), sampler, fork=fork)
+        return ForkedState(new_cache(held.layers, entry), sampler, fork=fork)
 
     def _admitted_calls(self, link: Link, entry: HopEntry, held: HeldSlice) -> CallState:
         try:
@@ -189,8 +190,13 @@ class Openings:
         if entry.calls:
             return History(self._histories, max_bytes=KEPT_CALL_BYTES, max_outputs=KEPT_ANSWERS)
         if entry.next_hop is None:
-            return History(self._histories, max_bytes=KEPT_ANSWER_BYTES, max_outputs=KEPT_ANSWERS)
-        return History(self._histories, max_bytes=SESSION_BYTES)
+            return History(
+                self._histories,
+                max_bytes=KEPT_ANSWER_BYTES,
+                max_outputs=KEPT_ANSWERS,
+                branches=entry.branches,
+            )
+        return History(self._histories, max_bytes=SESSION_BYTES, branches=entry.branches, axes=entry.axes)
 
     def _reroute(self, session: Session, link: Link, opening: Open, entry: HopEntry, held: HeldSlice) -> None:
         self._stats.sessions_rerouted += 1

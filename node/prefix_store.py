@@ -75,7 +75,7 @@ class PrefixStore:
 
     def may_keep(self, session: Session, hashes: Sequence[bytes]) -> bool:
         """Whether a session is at rest, and has computed every block that the hashes speak of."""
-        if isinstance(session.state, CallState):
+        if isinstance(session.state, CallState) or session.entry.branches > 1 or session.entry.memory_rows:
             return False
         cache, length = session.state.cache, len(hashes) * BLOCK
         return (

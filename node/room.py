@@ -74,9 +74,9 @@ class Room:
         self._budget.reserve(session, self.needed_bytes(session.held, session.entry))
 
     def needed_bytes(self, held: HeldSlice, entry: HopEntry) -> int:
-        """What is set aside for a session when it opens."""
+        """What is set aside for a session when it opens; memory counts in full, and comes soon."""
         positions = entry.room if entry.calls else min(entry.room, entry.max_positions)
-        return held.cache_bytes(entry, positions) if positions else 0
+        return held.cache_bytes(entry, positions) if positions or entry.memory_rows else 0
 
     def make(self, needed_bytes: int) -> bool:
         """Get so many bytes free, if that can be, and touch nothing if not."""

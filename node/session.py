@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from node.memory_steps import MemorySteps
 from routing.errors import ErrorCode, ProtocolError, WorkError
+from routing.frames import axes_bytes, memory_wire
 from routing.maps import malformed
 from routing.parts import Assembly
 from routing.types import (
@@ -103,6 +105,7 @@ class Session:
     next_step: int = 1
     last_done: int = 0  # the last step whose output is known
     position: int = 0  # where the accepted steps end
+    memory: MemorySteps = field(default_factory=MemorySteps, repr=False)
     is_freed: bool = False
     num_in_flight: int = 0  # jobs submitted and not finished
     pending: Pending = field(default_factory=Pending, repr=False)
@@ -158,7 +161,8 @@ class Session:
     def accept(self, step: Step) -> None:
         """Count an admitted step as coming."""
         self.next_step = step.step + 1
-        self.position = step.position + step.rows
+        self.position = step.end(self.entry.branches)
+        self.memory.accept(step)
         self.num_in_flight += 1
 
     def note_done(self, step: Step, output: Output, wire: WireDtype) -> None:
@@ -172,12 +176,14 @@ class Session:
         self.attempt = Attempt()
         self.next_step = step.step
         self.position = step.position
+        self.memory.undo_from(step.step)
 
     def undo_from(self, number: int) -> None:
         """Forget the steps from this number on: they will come again. What runs of them is for nobody."""
         self.attempt.is_over = self.attempt.is_undone = True
         self.attempt = Attempt()
         self.position = self.history.roll_back(number)
+        self.memory.undo_from(number)
         self.next_step = number
         self.last_done = self.history.last_number
 
@@ -207,10 +213,13 @@ class Session:
         """Whether the keys and values held are those that another route would make here."""
         return _work(self.entry) == _work(entry)
 
-    def row_bytes_in(self, hidden_size: int) -> int:
-        """Bytes of one row as it arrives here."""
-        wire_in = self.entry.wire_in
-        return WIDTHS[wire_in] * (1 if wire_in is WireDtype.INT32 else hidden_size)
+    def bytes_in(self, step: Step, hidden_size: int) -> int:
+        """Bytes of a step's payload as it must arrive here."""
+        entry, wire_in = self.entry, self.entry.wire_in
+        if step.is_memory:
+            return step.rows * hidden_size * WIDTHS[memory_wire(wire_in)]
+        width = entry.streams if wire_in is WireDtype.INT32 else hidden_size
+        return step.rows * width * WIDTHS[wire_in] + axes_bytes(step.rows, entry.axes)
 
     def _check_call(self, step: Step) -> None:
         if step.position + 1 > self.entry.max_positions:
@@ -223,25 +232,30 @@ class Session:
         if self.entry.calls:
             self._check_call(step)
             return
-        if (StepFlag.TOKEN_IDS in step.flags) is not self.entry.run_opening:
+        if (StepFlag.TOKEN_IDS in step.flags) is not (self.entry.run_opening and not step.is_memory):
             raise ProtocolError(ErrorCode.MALFORMED, "token ids and hidden states are confused")
         if not 1 <= step.rows <= max_rows:
             raise ProtocolError(ErrorCode.TOO_BIG, f"{step.rows} rows; a step takes 1 to {max_rows}")
-        expected = step.rows * self.row_bytes_in(hidden_size)
+        branches = self.entry.branches
+        if step.rows % branches:
+            raise ProtocolError(ErrorCode.MALFORMED, f"{step.rows} rows where each position has {branches}")
+        expected = self.bytes_in(step, hidden_size)
         if len(step.payload) != expected:
             raise ProtocolError(ErrorCode.MALFORMED, f"{len(step.payload)} bytes where {expected} are due")
-        if step.position + step.rows > self.entry.max_positions:
+        if (end := step.end(branches)) > self.entry.max_positions:
             limit = self.entry.max_positions
-            raise ProtocolError(ErrorCode.TOO_BIG, f"position {step.position + step.rows} of at most {limit}")
+            raise ProtocolError(ErrorCode.TOO_BIG, f"position {end} of at most {limit}")
         if step.position > self.position:
             raise WorkError(ErrorCode.STEP, f"position {step.position} where {self.position} is next")
-        if step.want is Want.LIST and not _is_ascending(step.want_rows, step.rows):
+        if step.want is Want.LIST and not _is_ascending(step.want_rows, step.rows // branches):
             raise ProtocolError(ErrorCode.MALFORMED, "wanted rows must ascend and lie within the step")
+        self.memory.check(step, self.entry)
 
 
 def _work(entry: HopEntry) -> tuple[object, ...]:
     is_last = entry.next_hop is None
-    return entry.start, entry.end, entry.run_opening, entry.run_closing, is_last, entry.sampling
+    ends = entry.run_opening, entry.run_closing, is_last, entry.sampling
+    return entry.start, entry.end, ends, entry.branches, entry.streams, entry.axes, entry.memory_rows
 
 
 def _is_ascending(rows: tuple[int, ...], num_rows: int) -> bool:

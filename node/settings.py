@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from routing.address_policy import Scope
 from routing.addresses import parse_address
+from routing.admission import is_this_machine
 from routing.announcement import Owner
 from routing.errors import SettingsError
 from routing.types import Capabilities, NodeAddress, NodeId, SliceSpec
@@ -52,6 +53,16 @@ def parse_host_port(text: object) -> object:
     if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
         raise ValueError(f"{text!r} is not HOST:PORT")
     return HostPort(host=host.strip("[]") or "0.0.0.0", port=int(port))  # noqa: S104 - ":8001" asks for it
+
+
+def check_metrics(place: HostPort | None, *, is_open: bool) -> None:
+    """Raise ValueError for metrics that others could read without anybody having said so: they tell who works when."""
+    if place is None or is_open or place.host == "localhost" or is_this_machine(place.host):
+        return
+    raise ValueError(
+        f"metrics at {place} could be read by whoever reaches that address: bind them to 127.0.0.1, "
+        "or say --metrics-open where only your scraper gets there"
+    )
 
 
 def parse_layers(text: object) -> object:
@@ -136,6 +147,9 @@ class NodeSettings(BaseModel):
     state_dir: Path | None = None  # None: known peers and sequence are not kept over a restart
     drain_s: Annotated[float, Field(ge=0)] = DEFAULT_DRAIN_S
 
+    metrics: Annotated[HostPort | None, BeforeValidator(parse_host_port)] = None  # None: not served
+    metrics_open: bool = False  # on an address that others can reach
+
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: Literal["auto", "bf16", "fp32", "int8"] = (
@@ -170,6 +184,11 @@ class NodeSettings(BaseModel):
             raise ValueError("a node serves at least one model: name it with --model")
         if self.layers is not None and not self.model:
             raise ValueError("--layers needs --model")
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_are_closed(self) -> Self:
+        check_metrics(self.metrics, is_open=self.metrics_open)
         return self
 
     @model_validator(mode="after")

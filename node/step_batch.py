@@ -22,13 +22,13 @@ def run_steps(parts: Sequence[Part[StepJob]]) -> None:
     Raises what the model raises; the steps can then be computed again.
     """
     began = time.perf_counter()
-    ready = [(part, work) for part in parts if (work := part.job.begin(part.rows)) is not None]
+    ready = [(part.job, work) for part in parts if (work := part.job.begin(part.rows)) is not None]
     if not ready:
         return
-    made = _compute([part.job for part, _ in ready], [work for _, work in ready])
-    batch_s, batch_rows = time.perf_counter() - began, sum(part.rows for part, _ in ready)
-    for (part, _), rows in zip(ready, made, strict=True):
-        part.job.take(rows, part.rows, batch_s, batch_rows)
+    made = _compute([job for job, _ in ready], [work for _, work in ready])
+    batch_s, batch_rows = time.perf_counter() - began, sum(work.rows for _, work in ready)
+    for (job, work), rows in zip(ready, made, strict=True):
+        job.take(rows, work.rows, batch_s, batch_rows)
 
 
 @torch.inference_mode()

@@ -21,14 +21,16 @@ from node.scheduler import Scheduler
 from node.session import Admission, Session
 from node.slice_table import SliceTable
 from node.stats import NodeStats
-from node.step_job import StepJob, in_wire
+from node.step_job import StepJob
+from node.step_rows import in_wire
 from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
 from routing.link import Link
 from routing.parts import parts_of
 from routing.types import Answer, AnswerKind, Buffer, Step, StepFlag, WireDtype
 
-# Steps accepted and not yet sent on. A replay comes in one burst: at most one step for each position of the session,
-# 8192 rows of 4096 float32 numbers are 128 MiB. All sessions together: transport.md 5.6, "global".
+# Steps accepted and not yet sent on. A replay comes in one burst: at most one step for each position of the session
+# and each row of its memory, 8192 rows of 4096 float32 numbers are 128 MiB. All sessions together: transport.md 5.6,
+# "global".
 SPARE_STEPS = 64  # beyond the positions: repeats and roll-backs on their way
 MAX_PENDING_BYTES = 256 << 20
 MAX_PENDING_IN_ALL = 1 << 30
@@ -78,6 +80,10 @@ class StepFlow:
         job: StepJob | CallJob
         if not session.entry.calls:
             self._check_pending(session, step)
+            if step.position and not held.layers.is_causal:
+                raise ProtocolError(
+                    ErrorCode.MALFORMED, "a step that is no whole text, where each row sees all"
+                )
             job = StepJob(session, step, held.layers, self._finish, arrived, crypto_us)
             if admission is Admission.RUN:
                 self._reserve(session, step)
@@ -192,14 +198,14 @@ class StepFlow:
     def _check_pending(self, session: Session, step: Step) -> None:
         pending, more = session.pending, len(step.payload)
         if (
-            pending.steps >= session.entry.max_positions + SPARE_STEPS
+            pending.steps >= session.entry.max_positions + session.entry.memory_rows + SPARE_STEPS
             or pending.size_bytes + more > MAX_PENDING_BYTES
             or self._pending_bytes + more > MAX_PENDING_IN_ALL
         ):
             raise WorkError(ErrorCode.BUSY, f"{pending.steps} steps are pending", retry_ms=BUSY_RETRY_MS)
 
     def _reserve(self, session: Session, step: Step) -> None:
-        end = step.position + step.rows
+        end = step.end(session.entry.branches)
         if not self._budget.reserve(session, session.held.cache_bytes(session.entry, end)):
             raise WorkError(ErrorCode.BUSY, f"no memory for {end} positions", retry_ms=BUSY_RETRY_MS)
 
@@ -272,8 +278,9 @@ class StepFlow:
     def _send_onward(self, session: Session, step: Step, wire: WireDtype, gone: Gone | None = None) -> None:
         """Send a step to the next hop, on the present route and in its element type."""
         assert session.next_link is not None
-        if wire is not session.entry.wire_out:
-            step = replace(step, payload=in_wire(step.payload, wire, session.entry.wire_out))
+        entry, axes = session.entry, 0 if step.is_memory else session.entry.axes
+        if wire is not entry.wire_out:
+            step = replace(step, payload=in_wire(step.payload, step.rows, axes, wire, entry.wire_out))
         step = _of_epoch(step, session)
         for part in parts_of(step) if session.entry.calls else (step,):
             is_last = part is step or part.rows == 1

@@ -1,7 +1,7 @@
 """One step of one session on the compute thread: bytes in, whole or in pieces, and bytes out.
 
-The only place of the node where bytes and tensors meet. Knows nothing of links; who gets the output is decided by
-whoever made the job, and what is computed together by the scheduler (see `step_batch`).
+Knows nothing of links; who gets the output is decided by whoever made the job, and what is computed together by the
+scheduler (see `step_batch`). How bytes become tensors is `step_rows`, how tokens are chosen `drawing`.
 """
 
 from __future__ import annotations
@@ -9,39 +9,36 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 
+from node.drawing import AnySampler, draw, kind_of_answer
 from node.session import Attempt, Session
-from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
-from routing.types import (
-    WIDTHS,
-    Answer,
-    AnswerKind,
-    Buffer,
-    HopEntry,
-    HopTrace,
-    Step,
-    StepFlag,
-    Want,
-    WireDtype,
+from node.step_rows import (
+    checked,
+    decode_memory,
+    decode_places,
+    decode_rows,
+    encode_rows,
+    in_wire,
+    rows_of_frames,
+    wanted_frames,
 )
+from routing.errors import ErrorCode, RemoteError, WorkError
+from routing.frames import join_payload, memory_wire, split_payload
+from routing.types import Answer, AnswerKind, Buffer, HopEntry, HopTrace, Step, StepFlag, Want
 from slicing.batch import Cache, Runner, Work
-from slicing.batching import Dropped, Lane
-from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
+from slicing.batching import MAX_DECODE_ROWS, Dropped, Lane
+from slicing.branches import BranchedCache
 from slicing.runner import Cancelled, CannotRollBack
-from slicing.sampler import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-NUM_CANDIDATES = 8  # DESIGN decision 1
-TORCH_DTYPES = {dtype: DTYPES[dtype.name.lower()] for dtype in WIDTHS}
-CANDIDATE = np.dtype([("id", "<u4"), ("logit", "<f4")])  # payloads are little endian, like the hidden states
-GREEDY = {"params": {"temperature": 0.0}}
+MEMORY_ROWS = (
+    MAX_DECODE_ROWS + 1
+)  # that memory is queued as: nothing is computed of it yet, but it is no decode step
 
 
 @dataclass(slots=True)
@@ -49,8 +46,11 @@ class ComputeState:
     """What the compute thread keeps of a session."""
 
     cache: Cache
-    sampler: Sampler | None = None
-    drawn_for: list[int] = field(default_factory=list)  # the position of each id that the sampler observed
+    sampler: AnySampler | None = None
+    drawn_for: list[int] = field(
+        default_factory=list
+    )  # the position of each choice that the sampler observed
+    memory_step: int = 0  # the last step whose memory is in the cache
 
     def close(self) -> None:
         """Free what is kept."""
@@ -69,21 +69,10 @@ class ComputeState:
                 self.sampler.truncate(len(self.drawn_for))
 
 
-def new_state(runner: Runner, entry: HopEntry) -> ComputeState:
-    """Empty keys and values and, for the closing hop, its sampler. Raises ProtocolError for impossible sampling."""
-    return ComputeState(runner.new_cache(), new_sampler(runner, entry))
-
-
-def new_sampler(runner: Runner, entry: HopEntry) -> Sampler | None:
-    """The sampler that a closing hop draws with; greedy where the entry does not say."""
-    if not entry.run_closing:
-        return None
-    try:
-        asked: Mapping[str, Any] = entry.sampling or GREEDY
-        params = SamplingParams.from_map(asked["params"])
-        return Sampler(params, runner.vocab_size, tuple(asked.get("prompt_ids", ())))
-    except (KeyError, ValueError, TypeError):
-        raise ProtocolError(ErrorCode.MALFORMED, "the sampling parameters are impossible") from None
+def new_cache(runner: Runner, entry: HopEntry) -> Cache:
+    """Empty keys and values of a session: of each of its branches."""
+    caches: list[Cache] = [runner.new_cache() for _ in range(entry.branches)]
+    return caches[0] if entry.branches == 1 else BranchedCache(caches)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,9 +103,11 @@ class StepJob:
         assert isinstance(self.session.state, ComputeState), "a session of calls has no steps"
         self.state = self.session.state
         entry, runner = self.entry, self.runner
-        work = id(runner), entry.start, entry.end, entry.run_opening, entry.run_closing
-        self.lane = Lane(work, runner.max_works, runner.is_invariant)
-        self.rows = self.step.rows
+        work = id(runner), entry.start, entry.end, entry.run_opening, entry.run_closing, self.step.is_memory
+        self.lane = Lane(
+            work, runner.max_works, runner.is_invariant and runner.is_causal and not self.step.is_memory
+        )
+        self.rows = MEMORY_ROWS if self.step.is_memory else self.step.rows
 
     @property
     def tenant(self) -> bytes:
@@ -132,7 +123,7 @@ class StepJob:
     @property
     def position(self) -> int:
         """Where the rows still to compute begin."""
-        return self.step.position + self.step.rows - self.rows
+        return self.step.position + self._first_row // self.entry.branches
 
     @property
     def size_bytes(self) -> int:
@@ -145,22 +136,47 @@ class StepJob:
         return left_ms(self.step, self.arrived)
 
     def begin(self, rows: int) -> Work | None:
-        """Get the next rows ready to be computed; None where the job fails, or its attempt is over."""
+        """Get the next rows, and what completes their last position, ready to be computed.
+
+        None where there is nothing to compute: memory is taken in, the job fails, or its attempt is over.
+        """
         if self.attempt.is_over:
             self.fail(WorkError(ErrorCode.STEP, "an earlier step failed"))
             return None
         try:
             self._check_deadline()
-            self.state.rewind(self.position)
-            inputs = decode_rows(self.step, self.entry, self.runner, self._first_row, rows)
+            if self.step.is_memory:
+                self._take_memory()
+                return None
+            return self._work(min(self.rows, rows + -rows % self.entry.branches))
         except (RemoteError, CannotRollBack) as error:
             self.fail(error)
             return None
-        keep = self._kept(rows) if self.entry.run_closing else None
-        return Work(self.state.cache, inputs, self.position, keep)
+
+    def _work(self, rows: int) -> Work:
+        step, entry, first = self.step, self.entry, self._first_row
+        self.state.rewind(self.position)
+        inputs = decode_rows(step, entry, self.runner, first, rows)
+        places = decode_places(step, entry, first, rows)
+        keep = self._kept(rows) if entry.run_closing else None
+        return Work(self.state.cache, inputs, self.position, keep, places)
+
+    def _take_memory(self) -> None:
+        """Keep rows of memory and pass them on; those that come again are passed on only."""
+        step, entry = self.step, self.entry
+        states = decode_memory(step, entry, self.runner)
+        if entry.next_hop is not None:
+            payload = in_wire(step.payload, step.rows, 0, memory_wire(entry.wire_in), entry.wire_out)
+            self.output = self._step_onward(payload)
+        elif step.want is not Want.NONE:
+            self.output = self._answer(b"", AnswerKind.HIDDEN_STATES, (), 0)
+        if step.step > self.state.memory_step:
+            self.state.cache.add_memory(states)
+            self.state.memory_step = step.step
+        self.rows = 0
 
     def take(self, made: torch.Tensor, rows: int, batch_s: float, batch_rows: int) -> None:
-        """The next rows were computed: [rows, hidden], or logits [kept, vocab] at the closing hop."""
+        """The next rows were computed: [rows, hidden], or at the closing hop what it makes of those that are kept."""
         self.was_alone = rows == batch_rows == self.step.rows
         self.batches_s += batch_s
         self.compute_s += batch_s * rows / batch_rows
@@ -190,12 +206,18 @@ class StepJob:
 
     @property
     def _first_row(self) -> int:
-        return self.step.rows - self.rows
+        """Of those still to compute; memory comes whole."""
+        return 0 if self.step.is_memory else self.step.rows - self.rows
+
+    @property
+    def _draws(self) -> bool:
+        return self.state.sampler is not None
 
     def _kept(self, rows: int) -> list[int]:
         """The wanted rows among the next ones, counted from the first of those."""
-        first = self._first_row
-        return [row - first for row in wanted_rows(self.step) if first <= row < first + rows]
+        first, branches = self._first_row, self.entry.branches
+        wanted = rows_of_frames(wanted_frames(self.step, branches), branches)
+        return [row - first for row in wanted if first <= row < first + rows]
 
     def _check_deadline(self) -> None:
         waited_s = time.perf_counter() - self.arrived
@@ -218,44 +240,41 @@ class StepJob:
 
     def _deliver(self) -> None:
         """Make the output of what all pieces made."""
-        step, entry, rows = self.step, self.entry, wanted_rows(self.step)
+        step, entry = self.step, self.entry
+        frames = wanted_frames(step, entry.branches)
+        rows = rows_of_frames(frames, entry.branches)
         if entry.run_closing and not rows:
             if step.want is not Want.NONE:  # an acknowledgement
-                self.output = self._answer(b"", AnswerKind.HIDDEN_STATES, rows)
+                self.output = self._answer(b"", AnswerKind.HIDDEN_STATES, frames, 0)
             return
         made = self._made[0] if len(self._made) == 1 else torch.cat(self._made)
         self._made.clear()
-        if entry.run_closing:
-            payload, kind = self._choose(made, rows)
-            self.output = self._answer(payload, kind, rows)
+        if self._draws:
+            payload, kind = self._choose(made, frames)
+            self.output = self._answer(payload, kind, frames, len(frames))
         elif entry.next_hop is not None:
-            self.output = self._step_onward(checked(made, entry.hop + 1))
+            _, positions = split_payload(step.payload, step.rows, entry.axes)
+            made_bytes = encode_rows(checked(made, entry.hop + 1), entry.wire_out)
+            self.output = self._step_onward(join_payload(made_bytes, positions))
         elif step.want is not Want.NONE:
-            if len(rows) < step.rows:  # a copy: a kept answer must not hold a whole prefill
+            if len(rows) < len(made):  # a copy: a kept answer must not hold a whole prefill
                 made = made[list(rows)]
-            payload = to_buffer(checked(made, entry.hop + 1), TORCH_DTYPES[entry.wire_out])
-            self.output = self._answer(payload, AnswerKind.HIDDEN_STATES, rows)
+            payload = encode_rows(checked(made, entry.hop + 1), entry.wire_out)
+            self.output = self._answer(payload, AnswerKind.HIDDEN_STATES, frames, len(rows))
 
-    def _choose(self, logits: torch.Tensor, rows: Sequence[int]) -> tuple[Buffer, AnswerKind]:
-        """Draw the token after each of `rows`; greedy sends the best few with their logits instead."""
-        sampler, drawn_for = self.state.sampler, self.state.drawn_for
+    def _choose(self, logits: torch.Tensor, frames: Sequence[int]) -> tuple[Buffer, AnswerKind]:
+        """Draw what comes after each of `frames` from its logits [frames * branches, (streams,) vocab]."""
+        sampler, branches = self.state.sampler, self.entry.branches
         assert sampler is not None
+        assert len(logits) == len(frames) * branches
         chosen: list[bytes] = []
-        for row, of_row in zip(rows, logits, strict=True):
-            position = self.step.position + row + 1
-            if sampler.params.is_greedy:
-                ids, values = sampler.shortlist(of_row, NUM_CANDIDATES)
-                token_id = int(ids[0])
-                chosen.append(pack_candidates(ids, values))
-            else:
-                token_id = sampler.sample(of_row, position)
-                chosen.append(token_id.to_bytes(4, "little"))
-            sampler.observe(token_id)
-            drawn_for.append(position)
-        kind = AnswerKind.CANDIDATES if sampler.params.is_greedy else AnswerKind.TOKEN_IDS
-        return b"".join(chosen), kind
+        for number, frame in enumerate(frames):
+            position = self.step.position + frame + 1
+            chosen.append(draw(sampler, logits[number * branches : (number + 1) * branches], position))
+            self.state.drawn_for.append(position)
+        return b"".join(chosen), kind_of_answer(sampler)
 
-    def _step_onward(self, hidden_states: torch.Tensor) -> Step:
+    def _step_onward(self, payload: Buffer) -> Step:
         step = self.step
         return Step(
             step.session_id,
@@ -263,7 +282,7 @@ class StepJob:
             step.step,
             step.position,
             step.rows,
-            to_buffer(hidden_states, TORCH_DTYPES[self.entry.wire_out]),
+            payload,
             step.want,
             step.want_rows,
             step.flags & ~StepFlag.TOKEN_IDS,
@@ -271,15 +290,15 @@ class StepJob:
             self._traces(),
         )
 
-    def _answer(self, payload: Buffer, kind: AnswerKind, rows: Sequence[int]) -> Answer:
+    def _answer(self, payload: Buffer, kind: AnswerKind, frames: Sequence[int], rows: int) -> Answer:
         """The position is that of the first row answered."""
         step = self.step
         return Answer(
             step.session_id,
             step.epoch,
             step.step,
-            step.position + (rows[0] if rows else 0),
-            len(rows),
+            step.position + (frames[0] if frames else 0),
+            rows,
             payload,
             kind,
             step.flags & StepFlag.TRACE,
@@ -322,58 +341,3 @@ def _place_of(error: Exception) -> str:
     """File and line, without the error's text: that may quote values."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
-
-
-def wanted_rows(step: Step) -> Sequence[int]:
-    """Row numbers within the step that the gateway wants back."""
-    match step.want:
-        case Want.NONE:
-            return ()
-        case Want.LAST:
-            return (step.rows - 1,)
-        case Want.ALL:
-            return range(step.rows)
-        case Want.LIST:
-            return step.want_rows
-
-
-def decode_rows(step: Step, entry: HopEntry, runner: Runner, first: int, rows: int) -> torch.Tensor:
-    """Rows of a step from `first` on: [rows, hidden] in the compute dtype, or [rows] int64 ids.
-
-    Raises ProtocolError for ids past the vocabulary, and what `checked` raises.
-    """
-    wire = TORCH_DTYPES[entry.wire_in]
-    width = 1 if entry.wire_in is WireDtype.INT32 else runner.hidden_size
-    row_bytes = width * wire.itemsize
-    payload = memoryview(step.payload).cast("B")[first * row_bytes : (first + rows) * row_bytes]
-    if entry.wire_in is not WireDtype.INT32:
-        return checked(from_buffer(payload, wire, width, dtype=runner.dtype), entry.hop)
-    ids = from_buffer(payload, wire, width, dtype=torch.int64).reshape(-1)
-    if int(ids.min()) < 0 or int(ids.max()) >= runner.vocab_size:
-        # Checked here since an embedding on a GPU would take the whole process down.
-        raise ProtocolError(ErrorCode.MALFORMED, f"a token id outside the vocabulary of {runner.vocab_size}")
-    return ids
-
-
-def checked(hidden_states: torch.Tensor, hop: int) -> torch.Tensor:
-    """Hidden states for this hop, if all of them are numbers. Raises ProtocolError or WorkError.
-
-    What a gateway sends is its own fault; what a node sent may be better on another route.
-    """
-    if all_finite(hidden_states):
-        return hidden_states
-    text = "hidden states that are infinite or no numbers"
-    raise WorkError(ErrorCode.COMPUTE, text) if hop else ProtocolError(ErrorCode.MALFORMED, text)
-
-
-def in_wire(payload: Buffer, wire: WireDtype, wanted: WireDtype) -> Buffer:
-    """The same rows in another element type, rounded where that is narrower."""
-    numbers = from_buffer(payload, TORCH_DTYPES[wire], 1, dtype=TORCH_DTYPES[wanted])
-    return to_buffer(numbers, TORCH_DTYPES[wanted])
-
-
-def pack_candidates(token_ids: torch.Tensor, logits: torch.Tensor) -> bytes:
-    """Bytes of [n] ids and [n] logits as n x (u32 id, f32 logit)."""
-    packed = np.empty(len(token_ids), CANDIDATE)
-    packed["id"], packed["logit"] = token_ids.numpy(), logits.numpy()
-    return packed.tobytes()

@@ -13,6 +13,7 @@ from routing.types import WIDTHS, Answer, AnswerKind, WireDtype
 
 CANDIDATE_BYTES = 8  # u32 id, f32 logit
 TOKEN_BYTES = 4
+SHORT_TOKEN_BYTES = 2  # where several streams are drawn from a vocabulary that this does for
 
 
 @dataclass(slots=True)
@@ -55,35 +56,44 @@ class SentStep:
     """One sending of a recorded step, on one route."""
 
     recorded: RecordedStep
-    wanted: tuple[int, ...]  # row numbers
+    wanted: tuple[int, ...]  # positions, counted from the step's own
     draws: bool  # the last hop chooses tokens
     wire_back: WireDtype
     hidden_size: int
     num_hops: int
     sent_at: float
     is_repeat: bool = False  # nodes of an older route may have computed it, and their times come with it
+    streams: int = 1  # tokens of each row that is drawn for
 
 
 def check_answer(answer: Answer, sent: SentStep) -> None:
     """Raise `ProtocolError` MALFORMED, with the last hop's number, for an answer to another question."""
     wanted, size = sent.wanted, len(answer.payload)
     first = sent.recorded.position + (wanted[0] if wanted else 0)
-    if (answer.rows, answer.position) != (len(wanted), first):
+    num_rows = len(wanted) * (1 if sent.draws else sent.recorded.branches)
+    if (answer.rows, answer.position) != (num_rows, first):
         raise _malformed(sent, "answers other rows than it was asked for")
     if sent.recorded.is_call:  # who made the call looks at what is in the answer
         if answer.kind is not AnswerKind.CALL:
             raise _malformed(sent, "returns something else than a call's streams")
         return
     if sent.draws and wanted:
-        row_bytes = size // len(wanted)
-        is_list = answer.kind is AnswerKind.CANDIDATES and row_bytes and row_bytes % CANDIDATE_BYTES == 0
-        is_token = answer.kind is AnswerKind.TOKEN_IDS and row_bytes == TOKEN_BYTES
-        if not (is_list or is_token) or size % len(wanted):
+        if size % (num_rows * sent.streams) or not _holds_tokens(
+            answer, size // num_rows // sent.streams, sent
+        ):
             raise _malformed(sent, "returns no tokens")
     elif answer.kind is not AnswerKind.HIDDEN_STATES:
         raise _malformed(sent, "returns tokens where hidden states are due")
-    elif size != (due := len(wanted) * sent.hidden_size * WIDTHS[sent.wire_back]):
+    elif size != (due := num_rows * sent.hidden_size * WIDTHS[sent.wire_back]):
         raise _malformed(sent, f"returns {size} bytes where {due} are due")
+
+
+def _holds_tokens(answer: Answer, size: int, sent: SentStep) -> bool:
+    """Whether an answer that has so many bytes for each token of a row can be what was drawn."""
+    if answer.kind is AnswerKind.CANDIDATES:
+        return size > 0 and size % CANDIDATE_BYTES == 0
+    is_short = size == SHORT_TOKEN_BYTES and sent.streams > 1
+    return answer.kind is AnswerKind.TOKEN_IDS and (size == TOKEN_BYTES or is_short)
 
 
 def _malformed(sent: SentStep, text: str) -> ProtocolError:

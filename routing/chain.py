@@ -20,6 +20,8 @@ from routing.answers import ChainTimes
 from routing.blame import Blame, Trouble
 from routing.calls import Calls, make_due, wrong_with
 from routing.errors import ErrorCode, NoRouteError, ProtocolError, RemoteError, WorkError
+from routing.frames import memory_wire
+from routing.hop_times import HopTimes
 from routing.link import Link
 from routing.live_route import LiveRoute
 from routing.opening import ChainOptions, RouteKeys, wires_of
@@ -89,6 +91,7 @@ class Chain:
         self.rows_repeated = 0  # rows that we sent again, since no node held them
         self.pauses: list[float] = []  # seconds from noticing trouble to a route that holds
         self.times = ChainTimes()
+        self.hop_times = HopTimes()
         self._recording = Recording()
         self._calls = Calls()
         self._live: LiveRoute | None = None
@@ -108,6 +111,11 @@ class Chain:
         """The element type that the first hop takes. Other routes keep it, if their first hop speaks it."""
         assert self._live is not None
         return self._live.wires[0]
+
+    @property
+    def memory_wire(self) -> WireDtype:
+        """The element type that the first hop takes memory in."""
+        return memory_wire(self.first_wire)
 
     @property
     def num_recorded(self) -> int:
@@ -134,16 +142,52 @@ class Chain:
     ) -> RecordedStep:
         """Send one step; a position below what was sent before rolls the session back first.
 
-        `payload` is in `first_wire`. What fails is told by `answer`; raises WorkError DEADLINE.
+        `payload` is in `first_wire`, with the rows' positions behind it where there are axes (see `frames`); `rows`
+        are those of all branches, `want_rows` count positions. What fails is told by `answer`; raises WorkError
+        DEADLINE.
         """
-        until = None if deadline_s is None else time.monotonic() + deadline_s
-        recorded = RecordedStep(position, rows, payload, self.first_wire, want, tuple(want_rows), until=until)
-        if want is not Want.NONE:
+        options, until = self._options, None if deadline_s is None else time.monotonic() + deadline_s
+        recorded = RecordedStep(
+            position,
+            rows,
+            payload,
+            self.first_wire,
+            want,
+            tuple(want_rows),
+            until=until,
+            branches=options.branches,
+            axes=options.axes,
+        )
+        return await self._send(recorded, deadline_s)
+
+    async def send_memory(
+        self, payload: Buffer, rows: int, *, confirms: bool = False, deadline_s: float | None = None
+    ) -> RecordedStep:
+        """Send rows of memory, behind those that were sent before; all of it goes before the first step.
+
+        `payload` is in `memory_wire`, a row of each branch for every place. No answer comes, but where it `confirms`:
+        then `answer` waits until every hop has it. What fails is told by a later `answer`; raises WorkError DEADLINE.
+        """
+        recorded = RecordedStep(
+            0,
+            rows,
+            payload,
+            self.memory_wire,
+            Want.LIST if confirms else Want.NONE,
+            until=None if deadline_s is None else time.monotonic() + deadline_s,
+            branches=self._options.branches,
+            is_memory=True,
+        )
+        return await self._send(recorded, deadline_s)
+
+    async def _send(self, recorded: RecordedStep, deadline_s: float | None) -> RecordedStep:
+        assert recorded.rows % recorded.branches == 0, "a step holds a row of each branch"
+        if recorded.want is not Want.NONE:
             recorded.answer = asyncio.get_running_loop().create_future()
         self._recording.add(recorded)
         live = self._live
         if live is not None and live.is_live:  # else the next route will send it
-            async with _within(deadline_s if len(payload) > live_route.SMALL_BYTES else None):
+            async with _within(deadline_s if len(recorded.payload) > live_route.SMALL_BYTES else None):
                 try:
                     await live.send(recorded)
                 except RemoteError as error:
@@ -247,7 +291,8 @@ class Chain:
             return
         now = time.perf_counter()
         self.times.add(opened, sent, now)
-        if not sent.is_repeat:
+        self.hop_times.add(live.route.hops, opened, now - sent.sent_at)
+        if not sent.is_repeat and not recorded.is_memory:  # of memory nothing is computed yet
             self._switch.note_answer(live.route, recorded.work_rows, opened, now - sent.sent_at)
         recorded.wire_back, recorded.answered_epoch = sent.wire_back, answer.epoch
         recorded.answer.set_result(opened)
@@ -360,7 +405,7 @@ class Chain:
         if self._recording.has_sent or not all(offer.confirms for offer in offers):
             return False, ()
         prefixes: tuple[Prefix, ...] = ()
-        if self._beginning is not None and all(offer.keeps for offer in offers):
+        if self._beginning is not None and self._options.may_share and all(offer.keeps for offer in offers):
             prefixes = tuple(self._beginning.candidates(context_of(route, wires)))[: sealing.MAX_PREFIXES]
         return self._options.confirms or bool(prefixes), prefixes
 
@@ -487,6 +532,8 @@ class Chain:
         """The blocks that every node of the route can keep; none where a step is under way, or a node cannot."""
         live = self._live
         if self._beginning is None or live is None or not (live.holds and live.is_live):
+            return ()
+        if not self._options.may_share:
             return ()
         if self._recording.unanswered or not all(hop.offer.keeps for hop in live.route.hops):
             return ()

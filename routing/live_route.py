@@ -19,6 +19,7 @@ from routing.answers import SentStep, check_answer
 from routing.blame import Trouble
 from routing.endpoint import STALE_AFTER_S
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, remote_error
+from routing.frames import memory_wire
 from routing.link import Link
 from routing.opening import ChainOptions, RouteKeys, opening_of
 from routing.parts import Assembly, most_of_answer, parts_of
@@ -166,11 +167,14 @@ class LiveRoute:
         flags = StepFlag.TOKEN_IDS if self._options.takes_token_ids else StepFlag.NONE
         if recorded.is_call:
             flags |= StepFlag.CALL
+        elif recorded.is_memory:
+            flags = StepFlag.MEMORY
+            recorded.widen_to(memory_wire(self.wires[0]))
         else:
             recorded.widen_to(self.wires[0])
         flags |= StepFlag.REPLAY if is_repeat or recorded.leaves_out else StepFlag.NONE
         want, want_rows = recorded.want, recorded.want_rows
-        if recorded.is_answered and not self._options.runs_closing:
+        if recorded.is_answered and (recorded.is_memory or not self._options.draws):
             want, want_rows = Want.NONE, ()  # repeated for its keys and values only
         if not recorded.is_answered:
             flags |= StepFlag.TRACE if self._options.trace else StepFlag.NONE
@@ -199,12 +203,13 @@ class LiveRoute:
         return SentStep(
             recorded,
             recorded.wanted,
-            self._options.runs_closing,
+            self._options.draws,
             self.wires[-1],
             self._options.hidden_size or self.route.hops[-1].offer.hidden_size,
             len(self.route.hops),
             time.perf_counter(),
             is_repeat,
+            self._options.streams,
         )
 
     async def _post(self, step: Step) -> None:

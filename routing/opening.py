@@ -33,6 +33,23 @@ class ChainOptions:
     )
     confirms: bool = False  # wait until every hop has opened, where all of them can say so
     calls: bool = False  # its steps are calls of blocks, at most `max_positions` of them; nothing is resumed
+    branches: int = 1  # rows of each position, side by side: what guidance compares
+    streams: int = 1  # token ids of a row: what is fed and drawn at a time
+    axes: int = 0  # rotary positions that go with each row; 0: the session's own
+    memory_rows: int = 0  # most rows of memory that will be sent, of all branches
+    headless: bool = (
+        False  # where a node runs the closing end: final hidden states come back, nothing is drawn
+    )
+
+    @property
+    def draws(self) -> bool:
+        """Whether the last hop chooses tokens."""
+        return self.runs_closing and not self.headless
+
+    @property
+    def may_share(self) -> bool:
+        """Whether a session may go on from what another left, or leave something to others."""
+        return self.branches == 1 and not self.memory_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +121,16 @@ def _sealed_entry(
         answer_key=keys.answer_key if is_last else b"",
         run_opening=options.takes_token_ids and index == 0,
         run_closing=runs_closing,
-        sampling=options.sampling if runs_closing else None,
+        sampling=options.sampling if runs_closing and options.draws else None,
         tenant=options.tenant,
         room=keys.room if options.calls else min(keys.room, options.max_positions),
         confirms=keys.confirms,
         prefixes=keys.prefixes,
         calls=options.calls,
+        branches=options.branches,
+        streams=options.streams,
+        axes=options.axes,
+        memory_rows=options.memory_rows,
     )
     aad = sealing.entry_aad(keys.session_id, keys.epoch, index)
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from routing.frames import first_rows, join_payload, split_payload
 from routing.types import Answer, Buffer, Want, WireDtype
 
 
@@ -44,6 +45,9 @@ class RecordedStep:
     check: CheckAnswer | None = None
     call_rows: int = 0  # of a call of blocks: what it is taken to cost, in rows (`parts.call_rows`)
     answered_epoch: int = 0  # of a call of blocks: the route that its answer came over
+    branches: int = 1  # rows of each position
+    axes: int = 0  # positions of each row, behind the rows of the payload
+    is_memory: bool = False  # it takes no positions, and nothing undoes it
 
     @property
     def is_call(self) -> bool:
@@ -56,9 +60,14 @@ class RecordedStep:
         return self.call_rows or self.rows
 
     @property
+    def num_frames(self) -> int:
+        """Positions that its rows take."""
+        return 0 if self.is_memory else self.rows // self.branches
+
+    @property
     def end(self) -> int:
         """The position after its last row."""
-        return self.position + self.rows
+        return self.position + self.num_frames
 
     @property
     def is_answered(self) -> bool:
@@ -67,14 +76,14 @@ class RecordedStep:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Row numbers that the answer holds."""
+        """The positions that the answer is for, counted from the step's own."""
         match self.want:
             case Want.NONE:
                 return ()
             case Want.LAST:
-                return (self.rows - 1,)
+                return (self.num_frames - 1,)
             case Want.ALL:
-                return tuple(range(self.rows))
+                return tuple(range(self.num_frames))
             case Want.LIST:
                 return self.want_rows
 
@@ -88,7 +97,8 @@ class RecordedStep:
         """Turn 16-bit floats into float32, which loses nothing, for a first hop that takes nothing else."""
         if self.wire is not wire:
             assert wire is WireDtype.FLOAT32
-            self.payload, self.wire = widened(self.payload, self.wire), wire
+            rows, positions = split_payload(self.payload, self.rows, self.axes)
+            self.payload, self.wire = join_payload(widened(rows, self.wire), positions), wire
 
 
 class Recording:
@@ -139,36 +149,40 @@ class Recording:
         self._has_forgotten = True
 
     def add(self, step: RecordedStep) -> None:
-        """Number and keep a step; rows recorded at or after its position are forgotten: it overwrites them."""
+        """Number and keep a step; rows recorded at or after its position are forgotten: it overwrites them.
+
+        Memory comes before all others and stays, whatever position the session goes back to.
+        """
+        assert not step.is_memory or all(other.is_memory for other in self._steps), "memory comes first"
         self.last_number += 1
         step.number = self.last_number
         step.leaves_out = not step.is_held and bool(self._steps) and self._steps[-1].is_held
-        while self._steps and self._steps[-1].position >= step.position:
+        while self._steps and not self._steps[-1].is_memory and self._steps[-1].position >= step.position:
             self._steps.pop()
         if self._steps and self._steps[-1].end > step.position:
             _cut(self._steps[-1], step.position)
         self._steps.append(step)
 
 
-def wants_before(want: Want, want_rows: tuple[int, ...], rows: int) -> tuple[Want, tuple[int, ...]]:
-    """What is still wanted of a step of which only the first `rows` rows are kept; its last row is not among them.
+def wants_before(want: Want, want_rows: tuple[int, ...], frames: int) -> tuple[Want, tuple[int, ...]]:
+    """What is still wanted of a step of which only the first positions are kept; its last one is not among them.
 
     Matters where the last hop draws: a row that was drawn for and kept is drawn for again in a replay.
     """
     match want:
         case Want.ALL:
-            return Want.LIST, tuple(range(rows))
-        case Want.LIST if kept := tuple(row for row in want_rows if row < rows):
+            return Want.LIST, tuple(range(frames))
+        case Want.LIST if kept := tuple(row for row in want_rows if row < frames):
             return Want.LIST, kept
     return Want.NONE, ()
 
 
 def _cut(step: RecordedStep, position: int) -> None:
     """Keep the rows before `position`. Nobody waits for their answer: the last row is undone."""
-    row_bytes = len(step.payload) // step.rows
-    step.rows = position - step.position
-    step.payload = memoryview(step.payload)[: step.rows * row_bytes]
-    step.want, step.want_rows = wants_before(step.want, step.want_rows, step.rows)
+    frames = position - step.position
+    step.payload = first_rows(step.payload, step.rows, frames * step.branches, step.axes)
+    step.rows = frames * step.branches
+    step.want, step.want_rows = wants_before(step.want, step.want_rows, frames)
     step.answer = None
 
 

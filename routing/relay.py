@@ -101,6 +101,11 @@ class RelayServer:
         self.refused: Counter[str] = Counter()  # by error code name
 
     @property
+    def limits(self) -> RelayLimits:
+        """What it gives at most."""
+        return self._limits
+
+    @property
     def num_circuits(self) -> int:
         """Circuits that live now."""
         return len(self._circuits)

@@ -19,7 +19,19 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from routing.errors import ErrorCode, SecurityError
 from routing.maps import U32, MapReader, address_item, malformed, pack_map, unpack_map
 from routing.steps import answer_header
-from routing.types import Answer, AnswerKind, HopEntry, NodeId, Prefix, SessionId, StepFlag
+from routing.types import (
+    MAX_AXES,
+    MAX_BRANCHES,
+    MAX_MEMORY_ROWS,
+    MAX_STREAMS,
+    Answer,
+    AnswerKind,
+    HopEntry,
+    NodeId,
+    Prefix,
+    SessionId,
+    StepFlag,
+)
 
 KEY_SIZE = 32
 PROOF_SIZE = 32
@@ -155,6 +167,14 @@ def encode_entry(entry: HopEntry) -> bytes:
         fields["pf"] = [[prefix.length, prefix.hash] for prefix in entry.prefixes]
     if entry.calls:
         fields["ca"] = True
+    if entry.branches != 1:
+        fields["br"] = entry.branches
+    if entry.streams != 1:
+        fields["st"] = entry.streams
+    if entry.axes:
+        fields["ax"] = entry.axes
+    if entry.memory_rows:
+        fields["me"] = entry.memory_rows
     return pack_map(fields, MAX_ENTRY_SIZE)
 
 
@@ -191,6 +211,10 @@ def decode_entry(content: bytes) -> HopEntry:
         confirms=fields.flag("cf"),
         prefixes=_read_prefixes(fields),
         calls=fields.flag("ca"),
+        branches=fields.integer("br", 1, MAX_BRANCHES, default=1),
+        streams=fields.integer("st", 1, MAX_STREAMS, default=1),
+        axes=fields.integer("ax", 0, MAX_AXES, default=0),
+        memory_rows=fields.integer("me", 0, MAX_MEMORY_ROWS, default=0),
     )
 
 

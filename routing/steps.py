@@ -2,8 +2,8 @@
 
 Layout: sid 16 | epoch u16 | flags u8 | want or answer kind u8 | step u32 | position u32 | rows u16 |
 deadline u16 (units of 100 ms), big endian; payload; with Want.LIST or TRACE: rows u16 each, traces 44 B each,
-counts 4 B. A call of blocks comes in parts, and `rows` counts those still to come, see `parts`. Payloads are never
-copied here.
+counts 4 B. A call of blocks comes in parts, and `rows` counts those still to come, see `parts`. What a row holds is
+the session's affair (`frames`); here it is bytes. Payloads are never copied here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,21 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from routing.maps import U16, U32, malformed
-from routing.types import Answer, AnswerKind, Buffer, HopTrace, SessionId, Step, StepFlag, Want
+from routing.types import (
+    MAX_AXES,
+    MAX_STREAMS,
+    Answer,
+    AnswerKind,
+    Buffer,
+    HopTrace,
+    SessionId,
+    Step,
+    StepFlag,
+    Want,
+)
 
 HEADER_SIZE = 32
-TOKEN_WIDTH = 4  # B: u32 id
+TOKEN_WIDTH = 4  # B: u32 id; u16 where several streams are drawn from a small vocabulary
 CANDIDATE_WIDTH = 8  # B: u32 id, f32 logit
 TAG_SIZE = 16  # ChaCha20-Poly1305, on a sealed answer
 MAX_TRACES = 128
@@ -27,14 +38,15 @@ _COUNTS = struct.Struct(">HH")
 _DEADLINE_UNIT_MS = 100
 _WANTS = {int(want): want for want in Want}
 _KINDS = {int(kind): kind for kind in AnswerKind}
-_KNOWN_FLAGS = int(StepFlag.TRACE | StepFlag.TOKEN_IDS | StepFlag.SEALED | StepFlag.REPLAY | StepFlag.CALL)
+_KNOWN_FLAGS = sum(int(flag) for flag in StepFlag)
 _CALL = int(StepFlag.CALL)
 _FLAGS = tuple(
     StepFlag(bits) for bits in range(_KNOWN_FLAGS + 1)
 )  # a table, since calling an IntFlag is slow
-_TRACE_BIT, _TOKEN_IDS_BIT, _SEALED_BIT = (  # plain numbers: to ask an IntFlag is slow, too
-    int(flag) for flag in (StepFlag.TRACE, StepFlag.TOKEN_IDS, StepFlag.SEALED)
+_TRACE_BIT, _TOKEN_IDS_BIT, _SEALED_BIT, _MEMORY_BIT = (  # plain numbers: to ask an IntFlag is slow, too
+    int(flag) for flag in (StepFlag.TRACE, StepFlag.TOKEN_IDS, StepFlag.SEALED, StepFlag.MEMORY)
 )
+_BESIDES_MEMORY = int(StepFlag.TOKEN_IDS | StepFlag.CALL)
 _Trailer = tuple[memoryview, tuple[int, ...], tuple[HopTrace, ...]]
 
 
@@ -88,8 +100,10 @@ def decode_step(content: memoryview) -> Step:
         raise malformed("a call of blocks has one answer, and no token ids")
     if not payload or (not is_call and len(payload) % rows):
         raise malformed("a step's payload is not a whole number of rows")
-    if bits & _TOKEN_IDS_BIT and len(payload) != rows * TOKEN_WIDTH:
-        raise malformed("a step's payload is not one token id per row")
+    if bits & _TOKEN_IDS_BIT and not _holds_ids(len(payload), rows):
+        raise malformed("a step's payload is not a few token ids per row")
+    if bits & _MEMORY_BIT:
+        _check_memory(bits, want, want_rows, position)
     deadline_ms = deadline * _DEADLINE_UNIT_MS
     return Step(
         session_id, epoch, number, position, rows, payload, want, want_rows, flags, deadline_ms, traces
@@ -111,6 +125,20 @@ def decode_answer(content: memoryview) -> Answer:
     if want_rows or not _fits(answer):
         raise malformed("an answer's payload does not fit its kind and row count")
     return answer
+
+
+def _holds_ids(size: int, rows: int) -> bool:
+    """Whether so many bytes can be the ids of all streams for each row, and its positions."""
+    numbers, rest = divmod(size, rows * TOKEN_WIDTH)
+    return not rest and numbers <= MAX_STREAMS + MAX_AXES
+
+
+def _check_memory(bits: int, want: Want, want_rows: Sequence[int], position: int) -> None:
+    """Memory takes no positions, and nothing comes back but an acknowledgement."""
+    if bits & _BESIDES_MEMORY or position:
+        raise malformed("memory is confused with tokens or a call")
+    if want_rows or want not in (Want.NONE, Want.LIST):
+        raise malformed("memory has no rows to give back")
 
 
 def _unpack(content: memoryview) -> tuple[SessionId, int, int, int, int, int, int, int]:
@@ -135,7 +163,7 @@ def _fits(answer: Answer) -> bool:
         case AnswerKind.CANDIDATES:
             return per_row % CANDIDATE_WIDTH == 0
         case AnswerKind.TOKEN_IDS:
-            return per_row == TOKEN_WIDTH
+            return per_row % 2 == 0 and TOKEN_WIDTH <= per_row <= MAX_STREAMS * TOKEN_WIDTH
     return True
 
 

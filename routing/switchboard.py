@@ -124,6 +124,14 @@ class Switchboard:
             raise
         return chain
 
+    def plan(self, request: RouteRequest) -> Route:
+        """The route of a session that would be opened now, wherever its beginning is held. Raises NoRouteError."""
+        return self._plan(request)
+
+    def expected_ms(self, route: Route, request: RouteRequest) -> float:
+        """What one token is expected to take on a route, in ms; infinite where a hop's node is gone."""
+        return self._route_ms(route, request)
+
     def is_in_use(self, link: Link) -> bool:
         """Whether a session runs over this link."""
         return any(chain.uses(link) for chain in self._chains.values())

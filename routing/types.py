@@ -13,6 +13,10 @@ from typing import Any, NewType
 Buffer = bytes | bytearray | memoryview
 NodeId = NewType("NodeId", bytes)  # 32 B, see identity.node_id
 SessionId = NewType("SessionId", bytes)  # 16 random bytes
+MAX_BRANCHES = 8
+MAX_STREAMS = 16
+MAX_AXES = 4
+MAX_MEMORY_ROWS = 1 << 16
 
 
 class WireDtype(IntEnum):
@@ -50,14 +54,15 @@ class StepFlag(IntFlag):
     SEALED = 4  # the answer payload is sealed for the gateway (it comes back down the chain)
     REPLAY = 8  # a step of before a re-route once more: numbers that a roll-back undid are left out
     CALL = 16  # the payload is (a part of) a call of blocks; `rows` counts the parts still to come, this one included
+    MEMORY = 32  # rows of encoder states that belong to the session: no positions, before its first token, never undone
 
 
 class AnswerKind(IntEnum):
     """What the payload of an answer holds."""
 
     HIDDEN_STATES = 1
-    CANDIDATES = 2  # rows x num_candidates x (u32 id, f32 logit), best first
-    TOKEN_IDS = 3  # rows x u32: drawn where the whole distribution is
+    CANDIDATES = 2  # rows x streams x num_candidates x (u32 id, f32 logit), best first
+    TOKEN_IDS = 3  # rows x streams x u32 (u16 where that does): drawn where the whole distribution is
     CALL = (
         4  # (a part of) what a call of blocks made; `rows` counts the parts still to come, this one included
     )
@@ -74,7 +79,11 @@ class HopTrace:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass of one session through the chain: `rows` rows starting at `position`."""
+    """One pass of one session through the chain: `rows` rows starting at `position`.
+
+    A session of several branches has one row of each for every position, side by side; what is wanted is counted in
+    positions then. Where positions have axes, those of all rows follow the rows in the payload (see `frames`).
+    """
 
     session_id: SessionId
     epoch: int
@@ -83,10 +92,19 @@ class Step:
     rows: int
     payload: Buffer = field(repr=False)  # rows x hidden_size of the hop's wire dtype, or int32 token ids
     want: Want = Want.LAST
-    want_rows: tuple[int, ...] = ()  # for Want.LIST, ascending row numbers within this step
+    want_rows: tuple[int, ...] = ()  # for Want.LIST, ascending numbers of positions within this step
     flags: StepFlag = StepFlag.NONE
     deadline_ms: int = 0  # time left for the whole step; 0 = none
     traces: tuple[HopTrace, ...] = ()
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether its rows are encoder states, which take no positions."""
+        return StepFlag.MEMORY in self.flags
+
+    def end(self, branches: int) -> int:
+        """The position after its last row, where each position has a row of so many branches."""
+        return self.position if self.is_memory else self.position + self.rows // branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +175,10 @@ class HopEntry:
     confirms: bool = False  # say `Opened` to the hop before, once this hop and those after it have opened
     prefixes: tuple[Prefix, ...] = ()  # what this hop may hold of the session already, the longest first
     calls: bool = False  # its steps are calls of blocks, a position is the number of a call
+    branches: int = 1  # rows of each position, side by side
+    streams: int = 1  # token ids of a row, and of an answer's row
+    axes: int = 0  # rotary positions that come with each row; 0: they follow from the step's position
+    memory_rows: int = 0  # most rows of memory that will come, of all branches: room is set aside for them
 
 
 @dataclass(frozen=True, slots=True)

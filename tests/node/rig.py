@@ -41,6 +41,7 @@ from routing.types import (
     SliceSpec,
     Step,
     StepFlag,
+    Want,
     WireDtype,
 )
 from tests.node.fake_runner import CACHE_BYTES_PER_POSITION, HIDDEN_SIZE, NUM_LAYERS, FakeRunner
@@ -187,8 +188,12 @@ class Script:
         return await self.gateway.receive(Resumed)
 
     def step(self, number: int, position: int, rows: Any, **fields: Any) -> Step:
-        """A step over `rows`: [n, hidden] numbers, or n token ids where the route embeds."""
+        """A step over `rows`: [n, hidden] numbers, or n token ids (of all streams) where the route embeds.
+
+        `places` are their rotary positions [axes, n].
+        """
         payload = np.asarray(rows, dtype="<i4" if self.opens else "<f4")
+        places = np.asarray(fields.pop("places", ()), dtype="<i4")
         flags = fields.pop("flags", StepFlag.NONE) | (StepFlag.TOKEN_IDS if self.opens else StepFlag.NONE)
         return Step(
             self.session_id,
@@ -196,10 +201,26 @@ class Script:
             number,
             position,
             len(payload),
-            payload.tobytes(),
+            payload.tobytes() + places.tobytes(),
             flags=flags,
             **fields,
         )
+
+    def memory(self, number: int, rows: Any, **fields: Any) -> Step:
+        """A step of memory over `rows` [n, hidden]."""
+        payload = np.asarray(rows, dtype="<f4")
+        flags = StepFlag.MEMORY | fields.pop("flags", StepFlag.NONE)
+        fields = {
+            "position": 0,
+            "want": Want.NONE,
+            "rows": len(payload),
+            "payload": payload.tobytes(),
+        } | fields
+        return Step(self.session_id, self.epoch, number, flags=flags, **fields)
+
+    async def remember(self, number: int, rows: Any, **fields: Any) -> None:
+        """Send a step of memory."""
+        await self.first.send(self.memory(number, rows, **fields))
 
     async def send(self, number: int, position: int, rows: Any, **fields: Any) -> None:
         await self.first.send(self.step(number, position, rows, **fields))
@@ -230,6 +251,7 @@ class Rig:
         self.network = network
         self.gateway = Gateway()
         self.nodes: list[Node] = []
+        self.takes_memory = False  # whether the fake nodes' model looks at an encoder's states
         self._tasks = tasks
         self._make_endpoint = make_endpoint
         self._schedulers: list[Scheduler] = []
@@ -269,12 +291,19 @@ class Rig:
         return node
 
     async def add_fake_node(
-        self, start: int = 0, end: int = NUM_LAYERS, *, keeps: bool = False, **settings: Any
+        self,
+        start: int = 0,
+        end: int = NUM_LAYERS,
+        *,
+        keeps: bool = False,
+        runner: FakeRunner | None = None,
+        **settings: Any,
     ) -> Node:
         """With `keeps`, one whose sessions' keys and values others can go on with, and that says so."""
         ends = {"has_opening": start == 0, "has_closing": end == NUM_LAYERS}
         offer = fake_offer(SliceSpec(start, end), keeps=keeps, **ends)
-        return await self.add_node(FakeRunner(max_works=4 if keeps else 1), offer, **settings)
+        runner = runner or FakeRunner(max_works=4 if keeps else 1, takes_memory=self.takes_memory)
+        return await self.add_node(runner, offer, **settings)
 
     def script(self, *hops: tuple[Node, int, int], **fields: Any) -> Script:
         """A session of the gateway over these hops."""

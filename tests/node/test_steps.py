@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from node.step_flow import SPARE_STEPS
-from node.step_job import TORCH_DTYPES
+from node.step_rows import TORCH_DTYPES
 from routing import wire
 from routing.errors import ErrorCode
 from routing.types import Answer, AnswerKind, Failure, Step, StepFlag, Want, WireDtype

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from routing import wire
 from routing.admission import Limits
+from routing.answers import SHORT_TOKEN_BYTES
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError, SecurityError, WorkError
 from routing.handshake import Handshake
@@ -29,6 +30,7 @@ from routing.link import Link
 from routing.mux import HEADER, FrameType
 from routing.types import (
     Answer,
+    AnswerKind,
     Cancel,
     Capabilities,
     Describe,
@@ -106,6 +108,19 @@ async def test_decode_token_costs_one_frame_each_way_and_64_bytes(rig: Rig) -> N
     assert after.payload_bytes_received - before.payload_bytes_received == 500 * 128
     assert after.messages_sent == Counter(Step=500)
     assert acceptor.endpoint.counters.messages_received == Counter(Step=500)
+
+
+async def test_a_frame_of_four_codebooks_drawn_remotely_costs_72_bytes_on_its_way_home(rig: Rig) -> None:
+    dialler, acceptor, _ = await rig.pair()
+    back = acceptor.inbox.ups[0]
+    before = dialler.endpoint.counters
+    for number in range(1, 101):
+        ids = b"i" * (4 * SHORT_TOKEN_BYTES)
+        await back.send(Answer(SESSION_ID, 1, number, 0, 1, ids, AnswerKind.TOKEN_IDS))
+        await dialler.inbox.receive(number)
+    after = dialler.endpoint.counters
+    assert after.frames_received - before.frames_received == Counter(DATA=100)
+    assert after.payload_bytes_received - before.payload_bytes_received == 100 * 72
 
 
 async def test_padding_hides_the_size_of_an_answer(rig: Rig) -> None:

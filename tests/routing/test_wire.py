@@ -139,6 +139,10 @@ entries = st.builds(
     confirms=st.booleans(),
     prefixes=st.just(()) | st.just((Prefix(64, b"b" * 16), Prefix(16, b"a" * 16))),
     calls=st.booleans(),
+    branches=st.integers(1, 8),
+    streams=st.integers(1, 16),
+    axes=st.integers(0, 4),
+    memory_rows=st.integers(0, 1 << 16),
 )
 messages = st.one_of(
     steps(),
@@ -282,7 +286,7 @@ def test_empty_list_of_wanted_rows_asks_for_an_answer_without_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [(AnswerKind.TOKEN_IDS, 12), (AnswerKind.CANDIDATES, 12), (AnswerKind.HIDDEN_STATES, 7)]
+    ("kind", "size"), [(AnswerKind.TOKEN_IDS, 14), (AnswerKind.CANDIDATES, 12), (AnswerKind.HIDDEN_STATES, 7)]
 )
 def test_answer_that_does_not_fit_its_kind_is_malformed(kind: AnswerKind, size: int) -> None:
     _, content = encoded(Answer(SessionId(b"s" * 16), 1, 7, 100, 2, b"x" * size, kind))
@@ -572,7 +576,7 @@ def test_prefixes_of_an_entry_are_few_in_order_and_whole(prefixes: list[list[Any
 
 def test_an_entry_of_an_older_gateway_asks_for_nothing_new() -> None:
     plain = msgpack.unpackb(encode_entry(_entry()))
-    assert not plain.keys() & {"rm", "cf", "pf"}
+    assert not plain.keys() & {"rm", "cf", "pf", "br", "st", "ax", "me"}
 
 
 def _entry() -> HopEntry:
