@@ -19,7 +19,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from slicing.errors import ModelError
 from slicing.json_object import read_json_object
+from slicing.model_kind import headless_class
 from slicing.progress import Progress
+from slicing.sentence_files import makes_vectors
 from slicing.tensor_file import DTYPES, TensorRange, read_tensor_ranges
 from slicing.tensor_reader import Hasher, TensorReader
 
@@ -209,10 +211,13 @@ def read_config_map(folder: Path) -> dict[str, Any]:
 
 def _build_config(folder: Path, config_map: Mapping[str, Any]) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the config classes raise whatever their checks raise
         kind, first = config_map.get("model_type"), next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"transformers refuses {folder / 'config.json'} ({kind}): {first}") from error
+    if makes_vectors(folder):  # many name the class with a head that they were trained from
+        config.architectures = [headless_class(config)]
+    return config
 
 
 def _no_safetensors(folder: Path) -> ModelError:
