@@ -112,7 +112,7 @@ class DiffusionFields(Lenient):
         """Return the fields of a `DiffusionRequest` that all kinds have; the seed is the first answer's."""
         return {
             "negative_prompt": self.negative_prompt or None,
-            "steps": self.steps or defaults.steps,
+            "steps": self.steps or defaults.steps or None,  # none: their number follows from a song's length
             "guidance_scale": self.guidance_scale,
             "seed": secrets.randbits(DRAWN_SEED_BITS) if self.seed is None else self.seed,
             "scheduler": self.scheduler or {},

@@ -1,6 +1,7 @@
 """`POST /v1/audio/speech`: a sound of a prompt, as a file in the asked format or as events.
 
-The models behind it make music and noises (Stable Audio and its like); none of them reads a text aloud.
+The models behind it make music and noises, by diffusion (Stable Audio and its like) or of the tokens of a sound codec
+(MusicGen); none of them reads a text aloud.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from app.api.messages import Lenient, refuse
 from app.api.protocol import Number
 from app.api.scope import request_id_of, tenant_of
 from app.api.sse import KEEPALIVE, EventStream, named_frame, until_disconnect
-from app.diffusion_metrics import DiffusionMeter
+from app.diffusion_metrics import DiffusionMeter, SongMeter
 from app.engine.diffusion.request import DiffusionRequest, Made, PatchVerdict, Started, StepDone
 from app.engine.request import RequestError
 from app.gateway import Gateway
@@ -37,7 +38,8 @@ from slicing.diffusion.kinds import Kind
 PATH = "/v1/audio/speech"
 MAX_SECONDS = 3600
 PIECE_BYTES = 64 << 10
-OWN_NAMES = {"prompt": "input"}  # of fields, by what the engine calls them
+MAX_TEMPERATURE = 2
+MAX_TOP_K = 1 << 20
 
 
 class SpeechStreamOptions(Lenient):
@@ -63,6 +65,9 @@ class SpeechRequest(DiffusionFields):
     stream_options: SpeechStreamOptions | None = None
     duration: Annotated[Number | None, Field(gt=0, le=MAX_SECONDS)] = None
     seconds: Annotated[Number | None, Field(gt=0, le=MAX_SECONDS)] = None
+    temperature: Annotated[Number | None, Field(ge=0, le=MAX_TEMPERATURE)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=MAX_TOP_K)] = None
+    top_p: Annotated[Number | None, Field(gt=0, le=1)] = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -83,12 +88,17 @@ class SpeechRequest(DiffusionFields):
         return self.response_format or "mp3"
 
     @property
+    def own_names(self) -> dict[str, str]:
+        """What fields are called here that the engine calls otherwise."""
+        return {"prompt": "input"} | ({} if self.seconds is not None else {"seconds": "duration"})
+
+    @property
     def length_s(self) -> float | None:
         return self.duration if self.seconds is None else self.seconds
 
 
 class SpeechUsage(Lenient):
-    """Tokens that the text encoder read, and rows of the transformer's stream."""
+    """Tokens that the text encoder read, and rows of the transformer's stream, or codes of a song."""
 
     input_tokens: int
     output_tokens: int
@@ -144,16 +154,20 @@ class Speech:
             deadline_s=settings.request_timeout_s or None,
             route=settings.route if wishes is None else wishes.over(settings.route),
             tenant=tenant,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
             **asked.common(engine.defaults),
         )
-        with _own_names():
+        with _named(asked):
             await asyncio.to_thread(engine.check, planned)
-        meter = DiffusionMeter(self._gateway.metrics, model=engine.model_name, endpoint=PATH, arrived=arrived)
+        new_meter = SongMeter if engine.defaults.draws_tokens else DiffusionMeter
+        meter = new_meter(self._gateway.metrics, model=engine.model_name, endpoint=PATH, arrived=arrived)
         return Making(self._gateway, engine, (planned,), meter, request_id)
 
     async def _whole(self, asked: SpeechRequest, making: Making) -> Response:
         """Wait for the sound, then send its file in pieces."""
-        with _own_names():
+        with _named(asked):
             async with aclosing(making.made()) as answers:
                 async for _, made in answers:
                     content = await _encoded(made, asked.format)
@@ -185,12 +199,12 @@ class Speech:
 
 
 @contextmanager
-def _own_names() -> Iterator[None]:
+def _named(asked: SpeechRequest) -> Iterator[None]:
     """Name fields as this endpoint does where the engine refuses them."""
     try:
         yield
     except RequestError as error:
-        param = OWN_NAMES.get(error.param or "", error.param)
+        param = asked.own_names.get(error.param or "", error.param)
         raise RequestError(param, error.code, error.message, status=error.status) from None
 
 

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import av
@@ -91,6 +92,9 @@ async def test_events_hold_the_same_sound_and_usage(served: Served) -> None:
         ({"duration": 0}, "duration"),
         ({"duration": 1, "seconds": 2}, "seconds"),
         ({"instructions": "whisper"}, "instructions"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0}, "top_p"),
         ({"n": 2}, "n"),
         ({"size": "32x32"}, "size"),
         ({"model": "scripted"}, "model"),
@@ -112,6 +116,38 @@ async def test_what_the_engine_calls_prompt_is_called_input(served: Served, comp
     composer.before_step = refuse
     error = (await post(served)).json()["error"]
     assert (error["param"], error["code"]) == ("input", "prompt_too_long")
+
+
+@pytest.mark.parametrize("asked", ["duration", "seconds"])
+async def test_a_length_is_refused_by_the_name_it_came_in(
+    served: Served, composer: FakePictures, asked: str
+) -> None:
+    def refuse(number: int) -> None:
+        raise RequestError("seconds", "invalid_value", "a song is at most 30 seconds long")
+
+    composer.before_step = refuse
+    error = (await post(served, **{asked: 31})).json()["error"]
+    assert (error["param"], error["code"]) == (asked, "invalid_value")
+
+
+async def test_how_tokens_are_drawn_reaches_the_engine(served: Served, composer: FakePictures) -> None:
+    await post(served, temperature=0.5, top_k=9, top_p=0.9, guidance_scale=2)
+    (asked,) = composer.requests
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.guidance_scale) == (0.5, 9, 0.9, 2)
+
+
+async def test_a_song_of_tokens_counts_as_text_does(scripted: ScriptedEngine) -> None:
+    singer = fake_sounds("singer")
+    singer.defaults = replace(singer.defaults, draws_tokens=True)
+    async with serve_engines(singer, scripted) as served:
+        assert (await post(served, model="singer")).status_code == 200
+        value = served.metrics.registry.get_sample_value
+        told = {"model": "singer"}
+        assert (
+            value("diffuse_prompt_tokens_total", told),
+            value("diffuse_generated_tokens_total", told),
+        ) == (5, 4)
+        assert value("diffuse_denoising_steps_total", told) is None
 
 
 async def test_no_model_for_sounds_is_a_404(scripted: ScriptedEngine) -> None:

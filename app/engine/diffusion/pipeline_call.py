@@ -70,6 +70,9 @@ def check_numbers(kind: Kind, defaults: DiffusionDefaults, request: DiffusionReq
         raise _invalid("prompt", "the prompt is empty")
     if request.negative_prompt and not defaults.takes_negative:
         raise _invalid("negative_prompt", "this model takes no negative prompt", code="unsupported_parameter")
+    for name in ("temperature", "top_k", "top_p"):
+        if getattr(request, name) is not None:
+            raise _invalid(name, "this model draws no tokens", code="unsupported_parameter")
     steps = defaults.steps if request.steps is None else request.steps
     if not 1 <= steps <= MAX_STEPS:
         raise _invalid("steps", f"steps is {steps}; it must be between 1 and {MAX_STEPS}")

@@ -32,7 +32,8 @@ class DiffusionRequest:
     """One picture, video or sound to make; several of one question are several of these, with seed + i.
 
     None leaves a choice to the model's own defaults. `seconds` is the length of a sound, or of a video instead of
-    `num_frames`. `scheduler` holds options of the noise scheduler, by their name in its configuration.
+    `num_frames`. `scheduler` holds options of the noise scheduler, by their name in its configuration. Songs that are
+    made of tokens (`app.engine.music`) are asked for with it too.
     """
 
     request_id: str
@@ -56,6 +57,9 @@ class DiffusionRequest:
         False  # patches also where text goes through the blocks beside the picture: experimental
     )
     previews: int = 0  # pictures of what there is so far, evenly spread over the steps
+    temperature: float | None = None  # of models that draw tokens, as the next two
+    top_k: int | None = None
+    top_p: float | None = None
     wire: WireName = "compute"
     deadline_s: float | None = None  # the time left from now; None = no limit
     route: RouteOptions = ANY_ROUTE
@@ -80,6 +84,7 @@ class DiffusionDefaults:
     rate: int = 0  # samples of a sound per second
     max_pixels: int | None = None  # of a picture or frame; None: no limit is known
     takes_negative: bool = True  # a negative prompt
+    draws_tokens: bool = False  # it is no pipeline: a step is a token, and their number follows from the length
 
 
 @dataclass(frozen=True, slots=True)
