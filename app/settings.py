@@ -7,6 +7,7 @@ Which model and which nodes stand behind it is said in `app.engine.swarm.SwarmSe
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -17,9 +18,16 @@ from app.engine.drafts import DraftMode
 from app.engine.route_options import ID_DIGITS, RouteOptions
 
 MAX_BODY_BYTES = 32 << 20  # of a JSON request: openai.md, section 1.1
+MAX_UPLOAD_BYTES = 100 << 20  # of a form with a recording, alike
+MAX_RECORDING_S = 3600.0
+MEDIA_BYTES = 1 << 30
 MAX_REQUESTS = 32  # answers at once; each holds a session on every node of its route
 MAX_CHOICES = 8
 MAX_PIXELS = 4096 * 4096  # of one picture
+REMOTE_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\.?")
+MAX_MEDIA = 16  # pictures and recordings of one chat
+MAX_MEDIA_PIXELS = 2 * MAX_PIXELS  # 100 MB, decoded
+MAX_HEARD_S = 600.0  # of all recordings of one chat
 PICTURES_BYTES = 256 << 20  # of pictures that are waited for under a URL, in memory
 PICTURES_LIFETIME_S = 3600.0  # what OpenAI's links live
 VIDEOS_BYTES = 4 << 30  # of videos on disk
@@ -71,6 +79,9 @@ class GatewaySettings(BaseSettings):
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
     max_choices: Annotated[int, Field(ge=1)] = MAX_CHOICES
     max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
+    max_upload_bytes: Annotated[int, Field(ge=1024)] = MAX_UPLOAD_BYTES  # of a recording
+    max_recording_s: Annotated[float, Field(gt=0, le=24 * 3600)] = MAX_RECORDING_S
+    media_bytes: Annotated[int, Field(ge=1 << 20)] = MEDIA_BYTES  # of all recordings that are held at once
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     request_timeout_s: Annotated[float, Field(ge=0)] = 0.0  # of one answer; 0 = no limit
     keepalive_s: Annotated[float, Field(ge=0)] = KEEPALIVE_S  # comment lines in a silent stream; 0 = off
@@ -79,6 +90,12 @@ class GatewaySettings(BaseSettings):
     max_pixels: Annotated[int, Field(ge=64)] = MAX_PIXELS  # of one picture, or one frame of a video
     pictures_bytes: Annotated[int, Field(ge=0)] = PICTURES_BYTES
     pictures_lifetime_s: Annotated[float, Field(gt=0)] = PICTURES_LIFETIME_S
+    # What chat messages may carry, per request; pictures are bounded by `max_pixels` too.
+    max_media: Annotated[int, Field(ge=0)] = MAX_MEDIA
+    max_media_pixels: Annotated[int, Field(ge=64)] = MAX_MEDIA_PIXELS
+    max_heard_s: Annotated[float, Field(gt=0)] = MAX_HEARD_S
+    allow_remote_media: Annotated[tuple[str, ...], NoDecode] = ()  # hosts to fetch from; "any" allows all
+
     videos_dir: Path | None = None  # where jobs outlive a restart; None: a folder that goes with the process
     videos_bytes: Annotated[int, Field(ge=1 << 16)] = VIDEOS_BYTES
     videos_lifetime_s: Annotated[float, Field(gt=0)] = VIDEOS_LIFETIME_S  # of a job that is over
@@ -89,7 +106,9 @@ class GatewaySettings(BaseSettings):
         10.0  # how long running answers may take when we are told to stop
     )
 
-    @field_validator("api_keys", "allowed_hosts", "cors_origins", "pin", "avoid", mode="before")
+    @field_validator(
+        "api_keys", "allowed_hosts", "cors_origins", "allow_remote_media", "pin", "avoid", mode="before"
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         return (
@@ -115,6 +134,14 @@ class GatewaySettings(BaseSettings):
             if not key.get_secret_value().isascii() or any(c.isspace() for c in key.get_secret_value()):
                 raise ValueError("an API key is ASCII without spaces: it travels in a header")
         return keys
+
+    @field_validator("allow_remote_media")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not REMOTE_HOST.fullmatch(host):
+                raise ValueError("name hosts alone, without scheme, port or path, or say any")
+        return tuple(host.lower().rstrip(".") for host in hosts)
 
     @model_validator(mode="after")
     def _closed_to_others(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,13 +34,20 @@ async def read_json_object(request: Request, limits: BodyLimits) -> dict[str, An
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
     """Return the body as it is. Raises `ApiError` 400, 408, 413 or 415."""
+    body = bytearray()
+    await take_body(request, limits, body.extend)
+    return bytes(body)
+
+
+async def take_body(request: Request, limits: BodyLimits, take: Callable[[bytes], object]) -> None:
+    """Hand over the body in pieces, as they come. Raises `ApiError` 400, 408, 413 or 415, and what `take` does."""
     if {"content-length", "transfer-encoding"} <= set(request.headers):  # what smuggled requests look like
         raise invalid(None, "the body has two lengths", code="invalid_http", headers=CLOSE)
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise ApiError(415, "unsupported_encoding", "send the body uncompressed", headers=CLOSE)
     try:
         async with asyncio.timeout(limits.timeout_s):
-            return await _read(request, limits.size_bytes)
+            await _take(request, limits.size_bytes, take)
     except TimeoutError:
         message = f"the body did not arrive within {limits.timeout_s:g} s"
         raise ApiError(408, "request_timeout", message, headers=CLOSE) from None
@@ -66,20 +73,25 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _take(request: Request, limit: int, take: Callable[[bytes], object]) -> None:
     """Count bytes as they come, so an endless body costs no more than the limit."""
     stated = request.headers.get("content-length", "")
     is_too_large = stated.isdecimal() and int(stated[:20]) > limit
-    body = bytearray()
+    size = 0
     chunks = request.stream()
     while not is_too_large and (chunk := await anext(chunks, None)) is not None:
-        body += chunk
-        is_too_large = len(body) > limit
+        size += len(chunk)
+        is_too_large = size > limit
+        if not is_too_large:
+            try:
+                take(chunk)
+            except Exception:
+                await _discard(chunks)
+                raise
     if is_too_large:
         if "expect" not in request.headers:  # a client that asks first has not sent anything yet
             await _discard(chunks)
         raise ApiError(413, "request_too_large", f"the body is larger than {limit} bytes", headers=CLOSE)
-    return bytes(body)
 
 
 async def _discard(chunks: AsyncGenerator[bytes, None]) -> None:

@@ -1,4 +1,4 @@
-"""From a valid chat request to what the engine is asked: prompt ids, sampling, limits, one request per choice.
+"""From a valid chat request to what the engine is asked: the prompt, sampling, limits, one request per choice.
 
 Precedence for sampling: the request, then the model's `generation_config.json`, then neutral values.
 """
@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.api.errors import ApiError, invalid
+from app.api.media_parts import MediaIntake
+from app.api.messages import ChatMessage
 from app.api.protocol import ChatRequest
 from app.engine.drafts import DraftMode
-from app.engine.request import GenerationRequest, TextEngine
+from app.engine.request import EncodedPrompt, GenerationRequest, TextEngine
 from app.engine.route_options import ANY_ROUTE, RouteOptions
 from slicing.sampler import SamplingParams
+
+if TYPE_CHECKING:
+    from app.engine.prompt_reader import PromptReader
 
 
 async def plan_generation(
     asked: ChatRequest,
     engine: TextEngine,
     request_id: str,
+    intake: MediaIntake,
     *,
     deadline_s: float | None = None,
     route: RouteOptions = ANY_ROUTE,
@@ -31,10 +38,16 @@ async def plan_generation(
 ) -> tuple[GenerationRequest, ...]:
     """Return one engine request per choice. Raises `ApiError` or `RequestError` for what does not fit the model."""
     sampling = sampling_params(asked, engine)
-    prompt_ids = await _render(asked, engine)
-    room = engine.max_positions - len(prompt_ids)
-    if room < 1:
-        raise context_exceeded(engine, len(prompt_ids))
+    began = time.perf_counter()
+    async with asyncio.timeout(deadline_s):
+        prompt_ids, encoded = await read_prompt(
+            asked.messages,
+            engine,
+            intake,
+            continue_final=asked.continues_text,
+            variables=asked.template_variables,
+        )
+    room = engine.answer_room(len(prompt_ids))
     tokenizer = engine.tokenizer
     first = GenerationRequest(
         request_id=f"{request_id}-0",
@@ -44,12 +57,13 @@ async def plan_generation(
         max_tokens=min(asked.token_limit or room, room),
         stop=asked.stops,
         stop_token_ids=frozenset() if asked.ignore_eos else tokenizer.stop_token_ids,
-        deadline_s=deadline_s,
+        deadline_s=None if deadline_s is None else max(0.0, deadline_s - (time.perf_counter() - began)),
         continues_text=asked.continues_text,
         route=route,
         draft=draft,
         tenant=tenant,
         is_open_ended=not asked.token_limit,
+        encoded=encoded,
     )
     return tuple(
         replace(first, request_id=f"{request_id}-{index}", sampling=replace(sampling, stream=index))
@@ -84,19 +98,47 @@ def context_exceeded(engine: TextEngine, num_tokens: int | None = None) -> ApiEr
     return ApiError(400, "context_length_exceeded", message, param="messages")
 
 
-async def _render(asked: ChatRequest, engine: TextEngine) -> tuple[int, ...]:
-    messages = [message.for_template() for message in asked.messages]
-    if (
-        _num_chars([messages, asked.template_variables])
-        > engine.max_positions * engine.tokenizer.max_token_chars
-    ):
-        raise context_exceeded(engine)  # cannot fit, whatever its tokens: not worth minutes of encoding
-    return await asyncio.to_thread(
-        engine.tokenizer.render,
-        messages,
-        continue_final=asked.continues_text,
-        variables=asked.template_variables,
-    )
+async def read_prompt(
+    messages: Sequence[ChatMessage],
+    engine: TextEngine,
+    intake: MediaIntake,
+    *,
+    continue_final: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[tuple[int, ...], EncodedPrompt | None]:
+    """Return the prompt's token ids, and what encoders made of its pictures and recordings.
+
+    Nothing is encoded of a prompt that leaves no room for an answer. Raises `ApiError` 400 or `RequestError`.
+    """
+    reader: PromptReader | None = getattr(engine, "prompt_reader", None)
+    variables = variables or {}
+    async with intake.taken(messages, engine.model_name, reader) as media:
+        told = [message.for_template(media.get(number, {})) for number, message in enumerate(messages)]
+        _check_length([told, variables], engine)
+        if reader is None or not reader.renders:
+            return _fitting(engine, await _render(engine, told, continue_final, variables)), None
+        prompt = await reader.read(told, continue_final=continue_final, variables=variables)
+        return _fitting(engine, prompt.prompt_ids), await reader.encode(prompt)
+
+
+def _fitting(engine: TextEngine, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a prompt that leaves room for an answer. Raises `ApiError`."""
+    if engine.answer_room(len(prompt_ids)) < 1:
+        raise context_exceeded(engine, len(prompt_ids))
+    return prompt_ids
+
+
+def _check_length(told: list[Any], engine: TextEngine) -> None:
+    """Refuse texts that cannot fit, whatever their tokens: they are not worth minutes of encoding."""
+    if _num_chars(told) > engine.max_positions * engine.tokenizer.max_token_chars:
+        raise context_exceeded(engine)
+
+
+async def _render(
+    engine: TextEngine, told: list[dict[str, Any]], continue_final: bool, variables: Mapping[str, Any]
+) -> tuple[int, ...]:
+    render = engine.tokenizer.render
+    return await asyncio.to_thread(render, told, continue_final=continue_final, variables=variables)
 
 
 def _num_chars(value: Any) -> int:

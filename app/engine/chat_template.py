@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from app.engine.request import RequestError
 
 Message = Mapping[str, Any]
+MEDIA_PARTS = ("image", "audio")
 PROBE = "Zq7probe"  # a word that no template writes by itself
 MAX_TEMPLATE_MESSAGE = 200  # characters of a template's own complaint that are passed on
 
@@ -51,7 +52,7 @@ class ChatTemplate:
             raise RequestError("messages", "no_chat_template", "the model has no chat template")
         try:
             ids = self._tokenizer.apply_chat_template(
-                [self._prepare(message) for message in messages],
+                [self.prepare(message) for message in messages],
                 add_generation_prompt=not continue_final,
                 continue_final_message=continue_final,
                 sanitize_control_tokens=True,
@@ -59,28 +60,35 @@ class ChatTemplate:
                 **(variables or {}),
             )
         except Exception as error:  # the template is foreign code: whatever it does is a refusal
-            raise RequestError("messages", "invalid_messages", _complaint(error)) from None
+            raise RequestError("messages", "invalid_messages", complaint(error)) from None
         return tuple(ids)
 
     def end_of_turn_ids(self) -> frozenset[int]:
         """Return the added token that the template writes behind an assistant message, if it writes one."""
         turns = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
-        _, _, tail = self._render_text([self._prepare(turn) for turn in turns]).rpartition(PROBE)
+        _, _, tail = self._render_text([self.prepare(turn) for turn in turns]).rpartition(PROBE)
         ids = self._tokenizer.encode(tail.lstrip(), add_special_tokens=False)
         added = self._tokenizer.added_tokens_decoder
         return frozenset(ids[:1]) & frozenset(added) if tail.strip() else frozenset()
 
-    def _prepare(self, message: Message) -> dict[str, Any]:
+    def prepare(self, message: Message) -> dict[str, Any]:
+        """Return a message as this template wants it: parts or one text, arguments of tool calls as objects."""
         prepared = dict(message)
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"
         if prepared["role"] == "function":
             prepared["role"] = "tool"
-        text = _text_of(prepared.get("content"))
-        prepared["content"] = _parts(text) if self._wants_parts else text
+        prepared["content"] = self._content(prepared.get("content"))
         if prepared.get("tool_calls"):
             prepared["tool_calls"] = [_with_parsed_arguments(call) for call in prepared["tool_calls"]]
         return prepared
+
+    def _content(self, content: Any) -> str | list[dict[str, Any]]:
+        """Keep the parts where one is a picture or a recording, in their order."""
+        if isinstance(content, list) and any(part.get("type") in MEDIA_PARTS for part in content):
+            return content
+        text = text_of(content)
+        return _parts(text) if self._wants_parts else text
 
     def _shows(self, content: str | list[dict[str, str]]) -> bool:
         return PROBE in self._render_text([{"role": "user", "content": content}])
@@ -105,7 +113,7 @@ def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
     """Join text parts; None (an assistant that only called tools) is empty, since templates concatenate."""
     if content is None:
         return ""
@@ -126,7 +134,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _complaint(error: Exception) -> str:
+def complaint(error: Exception) -> str:
     """A template's `raise_exception` is written for users; other texts may quote the prompt."""
     if type(error) is jinja2.TemplateError:
         return f"the model's chat template refuses these messages: {str(error)[:MAX_TEMPLATE_MESSAGE]}"
