@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 UNLIMITED_POSITIONS = 1 << 20  # for models without a table of positions or a trained limit
 POSITION_KEYS = (
     "max_target_positions",
+    "max_decoder_position_embeddings",
     "max_position_embeddings",
     "n_positions",
     "max_seq_len",
