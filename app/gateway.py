@@ -15,8 +15,9 @@ from starlette.types import Scope
 
 from app.api.errors import ApiError, describe, from_exception, invalid, not_ready, unavailable
 from app.api.scope import endpoint_of, request_id_of
-from app.engine.request import KnownModel, Library, ModelStatus, TextEngine
+from app.engine.request import AnyEngine, KnownModel, Library, ModelStatus, TextEngine
 from app.metrics import GatewayMetrics
+from app.records import Records
 from app.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -30,13 +31,22 @@ OVERLOAD_RETRY_S = 2
 LOADING_RETRY_S = 5
 RETURN_POLL_S = 0.05
 
-# What models of a kind make, and who is asked for it. By name: no start waits for what the kinds import.
+# What models of a kind make, and who is asked for it. By value: no start waits for what the kinds import.
+CHAT = ("text", "/v1/chat/completions")
+EMBEDDINGS = ("embeddings", "/v1/embeddings")
 MAKES = {
-    "TEXT": ("text", "/v1/chat/completions"),
-    "PICTURE": ("pictures", "/v1/images/generations"),
-    "VIDEO": ("videos", "/v1/videos"),
-    "AUDIO": ("sounds", "/v1/audio/speech"),
+    "text": CHAT,
+    "multimodal": CHAT,
+    "seq2seq": CHAT,
+    "speech": ("text of recordings", "/v1/audio/transcriptions"),
+    "encoder": EMBEDDINGS,
+    "embedding": EMBEDDINGS,
+    "picture": ("pictures", "/v1/images/generations"),
+    "video": ("videos", "/v1/videos"),
+    "audio": ("sounds", "/v1/audio/speech"),
+    "music": ("music", "/v1/audio/speech"),
 }
+CHAT_KINDS = frozenset(kind for kind, made in MAKES.items() if made is CHAT)
 
 
 class Gateway:
@@ -46,6 +56,7 @@ class Gateway:
         self.settings = settings
         self.library = library
         self.metrics = metrics
+        self.records = Records()
         self.num_running = 0  # choices being generated
         self.num_waiting = 0  # requests whose model is being loaded
         self.is_loading = False  # models are on their way: an unknown one may yet come
@@ -73,23 +84,28 @@ class Gateway:
 
         Raises `ApiError` 400 for a model that makes no text, 404 or 503, or `ModelUnavailableError`.
         """
-        return cast("TextEngine", await self._ready(asked, None))
+        return cast("TextEngine", await self.ready(asked, CHAT_KINDS))
 
     async def ready_diffusion(self, asked: str | None, kind: Kind) -> DiffusionEngine:
         """Return the engine of a model that makes this kind of thing, as `ready_engine` does.
 
         Without a name it is the first that is listed. Raises as `ready_engine` does.
         """
-        named = asked if asked is not None else self._first_of(kind)
-        return cast("DiffusionEngine", await self._ready(named, kind))
+        endpoint = MAKES[kind.value][1]
+        kinds = frozenset(other for other, (_, served) in MAKES.items() if served == endpoint)
+        return cast("DiffusionEngine", await self.ready(asked, kinds))
 
-    async def _ready(self, asked: str, kind: Kind | None) -> TextEngine | DiffusionEngine:
-        known = self.model(asked)
-        if known.kind is not kind:
-            makes, endpoint = MAKES[_name_of(known.kind)]
+    async def ready(self, asked: str | None, kinds: frozenset[str]) -> AnyEngine:
+        """Return the engine of a model of one of these kinds, as `ready_engine` does.
+
+        Without a name it is the first that is listed. Raises as `ready_engine` does.
+        """
+        known = self.model(asked if asked is not None else self._first_of(kinds))
+        if known.kind not in kinds:
+            makes, endpoint = MAKES[known.kind]
             raise invalid("model", f"the model `{known.name}` makes {makes}; POST {endpoint} asks it")
         with self._waiting():
-            status = await _covered(lambda: self.model(asked).status)
+            status = await _covered(lambda: self.model(known.name).status)
         if status.state in ("partial", "failed"):
             raise not_ready(known.name, status)
         engine = await self._opened(known.name)
@@ -136,7 +152,7 @@ class Gateway:
             self.stop.set()
             await self._idle.wait()
 
-    async def _opened(self, name: str) -> TextEngine | DiffusionEngine:
+    async def _opened(self, name: str) -> AnyEngine:
         """Wait for a model's ends, with few others and not for long."""
         try:
             with self._waiting():
@@ -160,13 +176,13 @@ class Gateway:
         finally:
             self.num_waiting -= 1
 
-    def _first_of(self, kind: Kind) -> str:
-        """The first listed model of a kind, one that can answer before others. Raises `ApiError` 404 or 503."""
-        found = [known for known in self.listed() if known.kind is kind]
+    def _first_of(self, kinds: frozenset[str]) -> str:
+        """The first listed model of these kinds, one that can answer before others. Raises `ApiError` 404 or 503."""
+        found = [known for known in self.listed() if known.kind in kinds]
         if not found and self.is_loading:
             raise unavailable("model_loading", "the models are still loading", LOADING_RETRY_S)
         if not found:
-            makes = MAKES[_name_of(kind)][0]
+            makes = " or ".join(dict.fromkeys(made for kind, (made, _) in MAKES.items() if kind in kinds))
             message = f"No model here makes {makes}. Available models: {self._names()}"
             raise ApiError(404, "model_not_found", message, param="model")
         return min(found, key=lambda known: not known.status.can_answer).name
@@ -181,10 +197,6 @@ class Gateway:
         what = f"is not served here: {reason}." if reason else "does not exist."
         message = f"The model `{ascii(asked[:80])[1:-1]}` {what} Available models: {self._names()}"
         return ApiError(404, "model_not_found", message, param="model")
-
-
-def _name_of(kind: Kind | None) -> str:
-    return "TEXT" if kind is None else kind.name
 
 
 async def _covered(status_of: Callable[[], ModelStatus]) -> ModelStatus:

@@ -17,15 +17,32 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from app.api import chat, images, models, picture_links, speech, videos
+from app.api import (
+    chat,
+    embeddings,
+    images,
+    models,
+    picture_links,
+    requests,
+    route,
+    speech,
+    transcriptions,
+    videos,
+)
+from app.api import page as page_files
 from app.api.chat import ChatCompletions
 from app.api.connection import MAX_HEAD_BYTES, Connection
+from app.api.embeddings import Embeddings
 from app.api.health import Health
 from app.api.images import Images
 from app.api.middleware import ApiKeys, ErrorBoundary, HostCheck, PathAliases, RequestIds
 from app.api.models import Models
+from app.api.page import Page
 from app.api.picture_links import PictureLinks
+from app.api.requests import Requests
+from app.api.route import RoutePlans
 from app.api.speech import Speech
+from app.api.transcriptions import Transcriptions
 from app.api.videos import Videos
 from app.engine.request import Library
 from app.gateway import Gateway
@@ -95,11 +112,14 @@ def serve_config(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
 
 
 def _add_routes(app: FastAPI, gateway: Gateway) -> None:
-    completions, listing, health = ChatCompletions(gateway), Models(gateway), Health(gateway)
+    completions, listing, health, page = ChatCompletions(gateway), Models(gateway), Health(gateway), Page()
     app.add_api_route(chat.PATH, completions.create, methods=["POST"], response_model=None)
+    app.add_api_route(embeddings.PATH, Embeddings(gateway).create, methods=["POST"], response_model=None)
     pages = {
         models.PATH: listing.index,
         models.ONE_PATH: listing.retrieve,
+        route.PATH: RoutePlans(gateway).retrieve,
+        requests.PATH: Requests(gateway).retrieve,
         "/health": health.health,
         "/ready": health.ready,
         "/version": health.version,
@@ -108,6 +128,10 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     for path, endpoint in pages.items():
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    for path, endpoint in {page_files.ROOT: page.index, page_files.FILE_PATH: page.file}.items():
+        app.add_api_route(
+            path, endpoint, methods=["GET", "HEAD"], response_model=None, include_in_schema=False
+        )
 
 
 def _add_media_routes(app: FastAPI, gateway: Gateway, jobs: JobRunner) -> None:
@@ -128,6 +152,11 @@ def _add_media_routes(app: FastAPI, gateway: Gateway, jobs: JobRunner) -> None:
             path, pictures.create, methods=["POST"], response_model=None, include_in_schema=not is_alias
         )
     app.add_api_route(speech.PATH, sounds.create, methods=["POST"], response_model=None)
+    heard = Transcriptions(gateway)
+    app.add_api_route(transcriptions.PATH, heard.create, methods=["POST"], response_model=None)
+    app.add_api_route(
+        transcriptions.TRANSLATIONS_PATH, heard.translate, methods=["POST"], response_model=None
+    )
     app.add_api_route(videos.PATH, films.create, methods=["POST"], response_model=None)
     app.add_api_route(videos.ONE_PATH, films.delete, methods=["DELETE"], response_model=None)
     pages = {

@@ -65,6 +65,7 @@ class GatewayMetrics:
         )
         self.prefix_hits = self._counter("prefix_hits", "Choices that began with such tokens", ["model"])
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated", ["model"])
+        self.embedded = self._counter("embedded_texts", "Texts that vectors were made of", ["model"])
         self.drafted = self._counter("drafted_tokens", "Tokens guessed ahead of an answer", ["model"])
         self.accepted = self._counter("accepted_draft_tokens", "Of them part of the answer", ["model"])
         self.replays = self._counter("replays", "Routes rebuilt in the middle of an answer", ["model"])
@@ -136,7 +137,7 @@ class RequestMeter:
     ) -> None:
         self._metrics = metrics
         self._model = model
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._is_stream = is_stream
         self._arrived = arrived  # on time.perf_counter
         self._last_token: dict[int, float] = {}  # by choice
@@ -164,7 +165,7 @@ class RequestMeter:
 
     def count_finished(self, finished: Finished) -> None:
         """Note one finished choice."""
-        self._metrics.answers.labels(self._model, self._endpoint, finished.reason).inc()
+        self._metrics.answers.labels(self._model, self.endpoint, finished.reason).inc()
         self._metrics.replays.labels(self._model).inc(finished.replays)
         self._metrics.cached_tokens.labels(self._model).inc(finished.cached_tokens)
         self._metrics.prefix_hits.labels(self._model).inc(finished.cached_tokens > 0)
@@ -177,10 +178,10 @@ class RequestMeter:
     def count_answered(self) -> None:
         """Note that the whole request succeeded."""
         took = time.perf_counter() - self._arrived
-        self._metrics.request_seconds.labels(self._model, self._endpoint).observe(took)
+        self._metrics.request_seconds.labels(self._model, self.endpoint).observe(took)
 
     def count_aborted(self) -> None:
-        self._metrics.aborts.labels(self._endpoint).inc()
+        self._metrics.aborts.labels(self.endpoint).inc()
 
 
 def _parts(timings: Timings) -> Iterable[tuple[str, float]]:

@@ -3,7 +3,7 @@
 A draw depends on (seed, position, stream) and the logits alone: not on earlier draws, retries, neighbours or
 the place where it is made. Knows nothing of sessions or of who asked; one row at a time, on the CPU.
 
-The order, which is vLLM's and transformers' for the same fields: logit bias, repetition penalty, presence and
+The order, which is vLLM's and transformers' for the same fields: logit bias, rule, repetition penalty, presence and
 frequency penalties, temperature, top_k, top_p, min_p.
 """
 
@@ -21,12 +21,15 @@ import numpy.typing as npt
 import torch
 
 from slicing.errors import LogitsError
+from slicing.logits_rule import WhisperRule
 
 PREFIX_TOKENS = 256  # how far to sort at first: real distributions are decided well within it
 MAX_BIASED_TOKENS = 1024
 SEED_BITS = 64
 
 Row = npt.NDArray[np.float32]  # logits [vocab]
+MAX_GUIDANCE = 100.0
+LOWEST = np.finfo(np.float32).min  # what is forbidden, in a shortlist: infinities do not travel
 MIN_TEMPERATURE = 1e-5  # below, one token has all the probability anyway, and the exponentials overflow
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition; beyond, logits divided or multiplied by it overflow
 Weights = npt.NDArray[np.float64]  # probabilities times a constant, best first
@@ -48,6 +51,8 @@ class SamplingParams:
     )  # (token id, added to its logit)
     seed: int = 0
     stream: int = 0
+    guidance_scale: float = 1.0  # of classifier-free guidance, where a session has two branches
+    rule: WhisperRule | None = None  # what may follow what was drawn
 
     @property
     def is_greedy(self) -> bool:
@@ -68,6 +73,7 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
         _check_number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
         _check_number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _check_number("guidance_scale", self.guidance_scale, 0, MAX_GUIDANCE)
         _check_integer("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)
         _check_integer("stream", self.stream, 0, 2**32 - 1)
         if len(self.logit_bias) > MAX_BIASED_TOKENS:
@@ -75,10 +81,13 @@ class SamplingParams:
         for token_id, bias in self.logit_bias:
             _check_integer("logit_bias", token_id, 0, 2**31)
             _check_number("logit_bias", bias, -math.inf, math.inf)
+        if self.rule is not None:
+            self.rule.validate()
 
     def to_map(self) -> dict[str, Any]:
-        """Return plain numbers, strings and one flat list, ready for msgpack: what travels is not nested deeply."""
-        return asdict(self) | {"logit_bias": [number for pair in self.logit_bias for number in pair]}
+        """Return plain numbers, strings and flat lists, ready for msgpack: what travels is not nested deeply."""
+        bias = [number for pair in self.logit_bias for number in pair]
+        return asdict(self) | {"logit_bias": bias, "rule": self.rule and self.rule.to_list()}
 
     @classmethod
     def from_map(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -89,7 +98,10 @@ class SamplingParams:
         flat = values.get("logit_bias", ())
         if not isinstance(flat, list | tuple) or len(flat) % 2:
             raise ValueError("logit_bias is not a list of token ids and what is added")
-        params = cls(**dict(values) | {"logit_bias": tuple(zip(flat[::2], flat[1::2], strict=True))})
+        stated = values.get("rule")
+        rule = None if stated is None else WhisperRule.from_list(stated)
+        bias = tuple(zip(flat[::2], flat[1::2], strict=True))
+        params = cls(**dict(values) | {"logit_bias": bias, "rule": rule})
         params.validate()
         return params
 
@@ -98,7 +110,7 @@ class Sampler:
     """Chooses the tokens of one session, and remembers which it chose for the penalties.
 
     The repetition penalty looks at the prompt and at what was generated, the presence and frequency penalties
-    at what was generated. Raises `ValueError` when a `logit_bias` id lies outside the vocabulary.
+    at what was generated. Raises `ValueError` when an id of `logit_bias` or `rule` lies outside the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()) -> None:
@@ -107,6 +119,8 @@ class Sampler:
             raise ValueError(
                 f"logit_bias names token {outside[0]}, but the vocabulary ends at {vocab_size - 1}"
             )
+        if params.rule is not None:
+            params.rule.validate(vocab_size)
         self.params = params
         self.vocab_size = vocab_size
         self._generated: list[int] = []
@@ -133,6 +147,13 @@ class Sampler:
             return best
         return _draw(row, top, self.params, uniform(self.params.seed, position, self.params.stream))
 
+    def logprob(self, logits: torch.Tensor, token_id: int) -> float:
+        """Return the natural logarithm of a token's probability at temperature 1, nothing truncated.
+
+        What bias, rule and penalties forbid or change is taken into account, as in Whisper's own thresholds.
+        """
+        return raw_logprobs(torch.from_numpy(self._process(logits)), (token_id,))[0]
+
     def observe(self, token_id: int) -> None:
         """Add a generated token to the history."""
         if not 0 <= token_id < self.vocab_size:
@@ -155,18 +176,22 @@ class Sampler:
         row = self._process(logits)
         _check_top(float(row.max()))  # a NaN anywhere is the maximum
         ids = _best(row, num)
-        return torch.from_numpy(ids), torch.from_numpy(row[ids])
+        values = row[ids] if self.params.rule is None else np.maximum(row[ids], LOWEST)
+        return torch.from_numpy(ids), torch.from_numpy(values)
 
     def _process(self, logits: torch.Tensor) -> Row:
-        """Apply bias and penalties to a copy; returns the logits' own memory when there are none."""
+        """Apply bias, rule and penalties to a copy; returns the logits' own memory when there are none."""
         if logits.shape != (self.vocab_size,):
             raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({self.vocab_size},)")
         row: Row = logits.detach().to(device="cpu", dtype=torch.float32).numpy()
         is_penalised = self._prompt or (self._counts and self._has_penalties())
-        if not len(self._bias) and not is_penalised:
+        rule = self.params.rule
+        if not len(self._bias) and not is_penalised and rule is None:
             return row
         row = row.copy()
         np.add.at(row, self._bias_ids, self._bias)
+        if rule is not None:
+            rule.apply(torch.from_numpy(row), self._generated)
         if is_penalised:
             self._penalise(row)
         return row
@@ -188,6 +213,12 @@ class Sampler:
         if self._counts:
             counts = np.array(list(self._counts.values()), dtype=np.float32)
             row[list(self._counts)] -= params.frequency_penalty * counts + np.float32(params.presence_penalty)
+
+
+def raw_logprobs(logits: torch.Tensor, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """Return the natural logarithms of the tokens' probabilities by `logits` [vocab] as they are, in float32."""
+    values = logits.detach().to(device="cpu", dtype=torch.float32).log_softmax(dim=-1)
+    return tuple(values[list(token_ids)].tolist())
 
 
 def uniform(seed: int, position: int, stream: int) -> float:

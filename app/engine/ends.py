@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from app.engine.drafts import Drafter, kept_of
 from app.engine.ends_jobs import CloseRows, EndsSession, OpenRows, Turn
 from app.engine.ends_queue import EndsQueue
+from app.engine.places import Places
+from app.engine.request import EncodedPrompt
 from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import Answer, AnswerKind, Buffer, Want, WireDtype
 from slicing.batch import Cache
@@ -51,6 +54,8 @@ class Drawn:
     num_right: int  # of them were drafts
     payload: Buffer = field(repr=False)  # empty where nothing can follow
     drafts: tuple[int, ...] = field(default=(), repr=False)
+    logprobs: tuple[float, ...] = field(default=(), repr=False)  # see `app.engine.request.TextDelta`
+    watched: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def rows(self) -> int:
@@ -65,8 +70,11 @@ class Ends(Protocol):
     def local_s(self) -> float:
         """What this answer's work took here, in seconds."""
 
+    async def add_memory(self, states: torch.Tensor) -> None:
+        """Give the layers that are here encoder states [rows, hidden], before any step."""
+
     async def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
-        """The payload of a step that feeds `token_ids` at `position`."""
+        """The payload of a step that feeds `token_ids` of the prompt at `position`."""
 
     def wanted(self, *, is_last_chunk: bool) -> tuple[Want, tuple[int, ...]]:
         """Which rows of a prefill chunk this end needs back."""
@@ -99,6 +107,9 @@ class LocalEnds:
         stop_token_ids: frozenset[int] = frozenset(),
         *,
         tenant: Hashable = None,
+        encoded: EncodedPrompt | None = None,
+        wants_logprobs: bool = False,
+        watched_ids: tuple[int, ...] = (),
     ) -> None:
         self._queue = queue
         self._session = EndsSession(
@@ -108,12 +119,19 @@ class LocalEnds:
             drafter,
             stop_token_ids,
             tenant=tenant,
+            embeds=None if encoded is None else encoded.embeds,
+            places=_places_of(encoded),
+            wants_logprobs=wants_logprobs,
+            watched_ids=watched_ids,
         )
         self._is_closed = False
 
     @property
     def local_s(self) -> float:
         return self._session.compute_s
+
+    async def add_memory(self, states: torch.Tensor) -> None:
+        await self._queue.add_memory(self._session, states)
 
     async def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
         job = OpenRows(self._session, self._queue.opening_lane, token_ids, position, wire)
@@ -144,7 +162,14 @@ class LocalEnds:
             due.sharing,
         )
         await self._queue.run(turn)
-        return Drawn(tuple(turn.drawn), turn.num_right, turn.payload, turn.next_drafts)
+        return Drawn(
+            tuple(turn.drawn),
+            turn.num_right,
+            turn.payload,
+            turn.next_drafts,
+            tuple(turn.logprobs),
+            turn.watched,
+        )
 
     async def begin(self, fork: Fork, num_positions: int) -> None:
         await self._queue.begin(self._session, fork, num_positions)
@@ -168,6 +193,13 @@ class LocalEnds:
 
     def _closing(self, answer: Answer, wire: WireDtype, rows: int) -> CloseRows:
         return CloseRows(self._session, self._queue.closing_lane, answer, wire, rows)
+
+
+def _places_of(encoded: EncodedPrompt | None) -> Places | None:
+    if encoded is None or encoded.places is None:
+        return None
+    assert encoded.next_place is not None, "places without the one that follows them"
+    return Places(encoded.places, encoded.next_place)
 
 
 def _rows_from(answer: Answer, first: int, row_bytes: int) -> Answer:
@@ -198,6 +230,9 @@ class RemoteEnds:
     @property
     def local_s(self) -> float:
         return 0.0  # a few ids are packed
+
+    async def add_memory(self, states: torch.Tensor) -> None:
+        """No layer is here."""
 
     async def open_rows(self, token_ids: Sequence[int], position: int, wire: WireDtype) -> Buffer:
         return _packed(token_ids)

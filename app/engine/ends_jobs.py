@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from app.engine.drafts import Drafter, kept_of
+from app.engine.places import Places, tail_of
 from routing.errors import ErrorCode, WorkError
 from routing.types import Answer, Buffer, WireDtype
 from slicing.batch import Runner, Work
 from slicing.batching import Lane
 from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
-from slicing.sampler import Sampler
+from slicing.sampler import raw_logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -27,13 +28,25 @@ class EndsSession:
 
     opening: Any  # caches of the runner
     closing: Any
-    sampler: Sampler
-    drafter: Drafter
+    sampler: Any  # a Sampler; a StreamSampler where a position has several tokens (`frames`)
+    drafter: Drafter | None
     stop_token_ids: frozenset[int] = frozenset()
     num_stages: int = 1
     route: Hashable = None  # those of one route go out in groups
     tenant: Hashable = None
     compute_s: float = 0.0  # what its batches took
+    embeds: torch.Tensor | None = None  # [prompt tokens, hidden], in place of the prompt's ids
+    places: Places | None = None
+    wants_logprobs: bool = False
+    watched_ids: tuple[int, ...] = ()
+
+    def work(
+        self, cache: Any, inputs: torch.Tensor, position: int, keep: Sequence[int] | None = None
+    ) -> Work:
+        """Rows at `position` for one of its caches."""
+        if self.places is None:
+            return Work(cache, inputs, position, keep)
+        return Work(cache, inputs, position, keep, places=self.places.of(position, len(inputs)))
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +78,7 @@ class EndsJob:
 
 @dataclass(slots=True, eq=False)
 class OpenRows(EndsJob):
-    """Rows of a prompt: embed them and run the first layers."""
+    """Rows of a prompt: embed them, unless encoders did, and run the first layers."""
 
     token_ids: Sequence[int] = field(repr=False)
     position: int
@@ -78,13 +91,17 @@ class OpenRows(EndsJob):
     @property
     def payload(self) -> Buffer:
         """The rows in the wire's element type, once they are computed."""
-        return self._opened[0] if len(self._opened) == 1 else b"".join(self._opened)
+        tail = tail_of(self.session.places, self.position, len(self.token_ids))
+        return self._opened[0] if len(self._opened) == 1 and not tail else b"".join([*self._opened, tail])
 
     def work(self, rows: int) -> Work:
         """The next rows."""
         begin = len(self.token_ids) - self.rows
+        position, embeds = self.position + begin, self.session.embeds
+        if embeds is not None:
+            return self.session.work(self.session.opening, embeds[position : position + rows], position)
         ids = torch.tensor(list(self.token_ids[begin : begin + rows]), dtype=torch.int64)
-        return Work(self.session.opening, ids, self.position + begin)
+        return self.session.work(self.session.opening, ids, position)
 
     def take(self, hidden_states: torch.Tensor) -> None:
         """Keep what became of them. [rows, hidden]"""
@@ -94,27 +111,44 @@ class OpenRows(EndsJob):
 
 @dataclass(slots=True, eq=False)
 class CloseRows(EndsJob):
-    """The first `num_rows` rows that came back of a prompt: run the last layers for their keys and values."""
+    """The first `num_rows` rows that came back of a prompt: run the last layers for their keys and values.
+
+    What norm and head make of the rows `keep` is kept in `made`: where nothing is drawn, that is what was asked for.
+    """
 
     answer: Answer = field(repr=False)
     wire: WireDtype
     num_rows: int
+    keep: range = range(0)  # ascending numbers of the answer's rows
+    _made: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rows = self.num_rows
+
+    @property
+    def made(self) -> torch.Tensor:
+        """Of a headless model the last hidden states of the rows `keep`, once all are computed. [kept, hidden]"""
+        return torch.cat(self._made)
 
     def work(self, runner: Runner, rows: int) -> Work:
         """The next rows. Raises WorkError where they are not finite."""
         begin = self.num_rows - self.rows
         states = _arrived(self.answer, self.wire, runner, begin, begin + rows)
-        return Work(self.session.closing, states, self.answer.position + begin, keep=())
+        keep = [row - begin for row in self.keep if begin <= row < begin + rows]
+        return self.session.work(self.session.closing, states, self.answer.position + begin, keep=keep)
+
+    def take(self, rows: int, made: torch.Tensor) -> None:
+        """Note that so many rows more are computed, and keep what was made of those to keep. [kept, ...]"""
+        self.rows -= rows
+        if self.keep:
+            self._made.append(made)
 
 
 @dataclass(slots=True, eq=False)
 class Turn(EndsJob):
     """One token of one answer, or several where drafts were right: what came back for it, and what goes out next."""
 
-    answer: Answer = field(repr=False)
+    answer: Answer | None = field(repr=False)  # None: nothing went out yet
     position: int  # of the first token to draw
     drafts: tuple[int, ...] = field(repr=False)
     wire_back: WireDtype
@@ -126,19 +160,28 @@ class Turn(EndsJob):
     next_drafts: tuple[int, ...] = field(default=(), init=False, repr=False)
     onward: Work | None = field(default=None, init=False, repr=False)  # None: the answer can only end here
     payload: Buffer = field(default=b"", init=False, repr=False)
+    logprobs: list[float] = field(default_factory=list, init=False, repr=False)
+    watched: tuple[float, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.rows = self.answer.rows
+        self.rows = self._came.rows
 
-    def closing_work(self, runner: Runner, *, has_layers: bool) -> Work:
+    @property
+    def _came(self) -> Answer:
+        assert self.answer is not None
+        return self.answer
+
+    def closing_work(self, runner: Runner, *, has_layers: bool) -> Work | None:
         """The rows that came back, of which the last are drawn for. Raises WorkError where they are not finite.
 
         Without layers here nothing is kept of a session, and a row's place does not matter.
         """
-        rows = self.answer.rows
-        states = _arrived(self.answer, self.wire_back, runner, 0, rows)
+        rows = self._came.rows
+        states = _arrived(self._came, self.wire_back, runner, 0, rows)
         keep = range(rows - 1 - len(self.drafts), rows)
-        return Work(self.session.closing, states, self.answer.position if has_layers else 0, keep=keep)
+        if not has_layers:
+            return Work(self.session.closing, states, 0, keep=keep)
+        return self.session.work(self.session.closing, states, self._came.position, keep=keep)
 
     def draw(self, logits: torch.Tensor, max_positions: int) -> None:
         """Draw row by row, each as if it came alone, while what is drawn equals the drafts. [1 + drafts, vocab]"""
@@ -149,22 +192,30 @@ class Turn(EndsJob):
             self._go_on(position)
 
     def _sampled(self, logits: torch.Tensor) -> Iterator[int]:
+        session, sampler = self.session, self.session.sampler
+        if session.watched_ids:
+            self.watched, session.watched_ids = raw_logprobs(logits[0], session.watched_ids), ()
         for number, row in enumerate(logits):
-            token_id = self.session.sampler.sample(row, self.position + number)
-            self.session.sampler.observe(token_id)
+            token_id = sampler.sample(row, self.position + number)
+            if session.wants_logprobs:
+                self.logprobs.append(sampler.logprob(row, token_id))
+            sampler.observe(token_id)
             yield token_id
 
     def _go_on(self, position: int) -> None:
         """The next step feeds the last token drawn, and the drafts behind it."""
+        assert self.session.drafter is not None
         self.next_drafts = self.session.drafter.next(
             self.drawn, self.num_right, is_allowed=self.may_draft, sharing=self.sharing
         )
         ids = torch.tensor([self.drawn[-1], *self.next_drafts], dtype=torch.int64)
-        self.onward = Work(self.session.opening, ids, position)
+        self.onward = self.session.work(self.session.opening, ids, position)
 
     def take(self, hidden_states: torch.Tensor) -> None:
         """Keep the rows of the step that goes out. [1 + next drafts, hidden]"""
-        self.payload = _payload(hidden_states, self.wire_out)
+        assert self.onward is not None
+        tail = tail_of(self.session.places, self.onward.position, len(hidden_states))
+        self.payload = _payload(hidden_states, self.wire_out) + tail
 
 
 def _payload(hidden_states: torch.Tensor, wire: WireDtype) -> bytes:

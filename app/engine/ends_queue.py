@@ -71,6 +71,17 @@ class EndsQueue:
 
         await self._queue.call(begin)
 
+    async def add_memory(self, session: EndsSession, states: torch.Tensor) -> None:
+        """Give a new session's layers here the encoder states [rows, hidden] that their blocks attend to."""
+
+        def add() -> None:
+            if self.has_first_layers:
+                session.opening.add_memory(states.to(self.runner.dtype))
+            if self.has_last_layers:
+                session.closing.add_memory(states.to(self.runner.dtype))
+
+        await self._queue.call(add)
+
     def release(self, session: EndsSession) -> tuple[Cache, ...]:
         """Take the caches of a session that computes nothing, those of layers that are here: see `begin`."""
         released: list[Cache] = []
@@ -159,9 +170,9 @@ class EndsQueue:
         rows_of = dict(parts)
         works = _works(rows_of, lambda job: job.work(self.runner, rows_of[job]))
         if works:
-            self.runner.run_closing_batch([work for _, work in works], start=self._middle.end)
-        for job, work in works:
-            job.rows -= work.rows
+            made = self.runner.run_closing_batch([work for _, work in works], start=self._middle.end)
+            for (job, work), rows in zip(works, made, strict=True):
+                job.take(work.rows, rows)
 
 
 def _works(jobs: Iterable[SomeJob], work_of: Callable[[SomeJob], Work | None]) -> list[tuple[SomeJob, Work]]:

@@ -20,7 +20,9 @@ from app.engine.local_models import is_here, is_hub_id
 from app.engine.model import EndsSettings, LookedUp, look_up
 from app.engine.network import JoinedNetwork
 from app.engine.openable import OpenableModel, compute_thread, reason_of
-from app.engine.request import KnownModel, ModelUnavailableError, TextEngine
+from app.engine.planned import RoutePlan, planned
+from app.engine.request import AnyEngine, KnownModel, ModelUnavailableError
+from app.engine.route_options import RouteOptions
 from routing.errors import SettingsError
 from routing.types import NodeId
 from slicing.diffusion.source import is_pipeline
@@ -30,7 +32,6 @@ from slicing.progress import Progress, StoppableProgress, no_progress
 if TYPE_CHECKING:  # what diffusion models need is imported with the first of them: it takes seconds
     from app.engine.diffusion.model import LookedUpPipeline
     from app.engine.diffusion.openable import OpenablePipeline
-    from app.engine.diffusion.request import DiffusionEngine
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,10 @@ class NetworkLibrary:
     def unserved(self) -> dict[str, str]:
         return {name: refusal.reason for name, refusal in self._refused.items()}
 
-    async def engine(self, name: str) -> TextEngine | DiffusionEngine:
+    def plan(self, name: str, options: RouteOptions) -> RoutePlan:
+        return planned(self._joined.switchboard, self._models[name].stacks, options)
+
+    async def engine(self, name: str) -> AnyEngine:
         model = self._models[name]
         if model.engine is None and not model.is_opening and not model.is_named:
             await self._make_room()

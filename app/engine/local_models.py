@@ -16,6 +16,7 @@ from slicing.diffusion.packaged import packaged_pipeline
 from slicing.diffusion.pipeline_index import INDEX_NAME
 from slicing.gguf import PACKAGED
 from slicing.model_source import HUB_ID
+from slicing.packaged_models import PACKAGED_FOLDERS, is_installed
 
 CONFIG_NAMES = ("config.json", INDEX_NAME)  # one of them makes a folder a text model or a diffusion model
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")  # one part of a path, and no hidden one
@@ -27,6 +28,8 @@ def is_here(name: str) -> bool:
         return folder.is_dir()
     if name in PACKAGED:
         return importlib.util.find_spec(PACKAGED[name].module) is not None
+    if name in PACKAGED_FOLDERS:
+        return is_installed(name)
     if is_hub_id(name):
         return _is_cached(name)
     if FOLDER_NAME.fullmatch(name) is None:

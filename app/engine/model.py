@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from app.engine.coverage import ModelFacts
+from app.engine.home_parts import load_home
+from app.engine.request import Modality
 from app.engine.text import PREFILL_CHUNK
 from app.engine.tokenizer import ChatTokenizer, age_of
 from routing.errors import SettingsError
@@ -20,11 +22,14 @@ from slicing.batch import Runner
 from slicing.buffers import DTYPES
 from slicing.checkpoint import Checkpoint
 from slicing.ends import Parts
+from slicing.errors import ModelError
 from slicing.load_runner import load_runner
 from slicing.miniature import check_cut
+from slicing.model_kind import ModelKind, ModelShape, shape_of
 from slicing.model_source import open_checkpoint
 from slicing.progress import Progress, no_progress
-from slicing.runner import max_positions
+
+AUDIO_CONFIGS = ("audio_config", "audio_encoder_config", "encoder_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,40 @@ class LookedUp:
     facts: ModelFacts
     middle: SliceSpec  # the layers that nodes run
     created: int  # Unix seconds
+    shape: ModelShape
+
+    @property
+    def kind(self) -> ModelKind:
+        """What it is to whoever serves it."""
+        return self.shape.kind
+
+    @property
+    def answers_text(self) -> bool:
+        """Whether it answers a text with a text."""
+        return self.kind.makes_text and "text" in self.takes
+
+    @property
+    def takes(self) -> tuple[Modality, ...]:
+        """What goes in, by its configuration."""
+        if self.kind is ModelKind.SPEECH:
+            return ("audio",)
+        sees = getattr(self.checkpoint.config, "vision_config", None) is not None
+        hears = any(getattr(self.checkpoint.config, name, None) is not None for name in AUDIO_CONFIGS)
+        if self.kind is not ModelKind.MULTIMODAL:
+            return ("text",)
+        senses: list[Modality] = ["text"]
+        senses += ["image"] if sees else []
+        senses += ["audio"] if hears else []
+        return tuple(senses)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnds:
+    """What of a model is in this process."""
+
+    runner: Runner | None  # None: thin
+    tokenizer: ChatTokenizer | None  # None: a music model's belongs to `home`
+    home: Any = None  # what `load_home` returned: the parts that never leave the gateway
 
 
 def look_up(
@@ -86,27 +125,31 @@ def look_up(
     if settings.wire == "int8-delta":
         raise SettingsError(f"--wire int8-delta is for models that make pictures; {name or model} makes text")
     checkpoint = open_checkpoint(model, cache_dir=settings.cache_dir, progress=progress, may_fetch=may_fetch)
-    config = checkpoint.config
-    limit = max_positions(config)
+    shape = _shape_of(checkpoint)
+    limit = shape.max_positions
     facts = ModelFacts(
         name=name or checkpoint.public_name,
         digest=checkpoint.digest,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
         max_positions=min(limit, settings.max_positions or limit),
     )
-    return LookedUp(checkpoint, facts, middle_layers(settings, facts.num_layers), age_of(checkpoint.folder))
+    middle = middle_layers(settings, facts.num_layers)
+    return LookedUp(checkpoint, facts, middle, age_of(checkpoint.folder), shape)
 
 
-def load_ends(
-    found: LookedUp, settings: EndsSettings, progress: Progress = no_progress
-) -> tuple[Runner | None, ChatTokenizer]:
-    """Load the tokenizer and, unless thin, the weights of the ends. Raises ModelError (CannotCut too), LoadStopped."""
+def load_ends(found: LookedUp, settings: EndsSettings, progress: Progress = no_progress) -> LoadedEnds:
+    """Load the tokenizer, the parts that never leave home and, unless thin, the weights of the ends.
+
+    Raises ModelError (CannotCut too), LoadStopped.
+    """
     check_cut(found.checkpoint.config)
-    tokenizer = ChatTokenizer.load(found.checkpoint.folder)
+    tokenizer = _tokenizer_of(found)
+    dtype = compute_dtype(settings, found.checkpoint)
+    home = load_home(found.kind, found.checkpoint, dtype=dtype, device=settings.device, progress=progress)
     if settings.is_thin:
-        return None, tokenizer
+        return LoadedEnds(None, tokenizer, home)
     middle, num_layers = found.middle, found.facts.num_layers
     held = tuple(part for part in ((0, middle.start), (middle.end, num_layers)) if part[0] < part[1])
     parts = Parts(layers=held, opening=True, closing=True)
@@ -115,13 +158,19 @@ def load_ends(
         parts,
         runner=settings.runner,
         weights=settings.weights,
-        dtype=_compute_dtype(settings, found.checkpoint),
+        dtype=dtype,
         device=settings.device,
         threads=settings.threads,
         progress=progress,
     )
     runner.widen_head()
-    return runner, tokenizer
+    return LoadedEnds(runner, tokenizer, home)
+
+
+def _tokenizer_of(found: LookedUp) -> ChatTokenizer | None:
+    if found.kind is ModelKind.MUSIC:  # a text encoder's, which belongs to the home parts
+        return None
+    return ChatTokenizer.load(found.checkpoint.folder, takes_plain_text=found.kind is ModelKind.SEQ2SEQ)
 
 
 def middle_layers(settings: EndsSettings, num_layers: int) -> SliceSpec:
@@ -136,8 +185,15 @@ def middle_layers(settings: EndsSettings, num_layers: int) -> SliceSpec:
     return SliceSpec(first, num_layers - last)
 
 
-def _compute_dtype(settings: EndsSettings, checkpoint: Checkpoint) -> torch.dtype:
-    """Float32 on a CPU (exact, and its fastest), the checkpoint's own on an accelerator."""
+def compute_dtype(settings: EndsSettings, checkpoint: Checkpoint) -> torch.dtype:
+    """What is computed in at home: float32 on a CPU (exact, and its fastest), else the checkpoint's own."""
     if settings.dtype == "auto":
         return torch.float32 if settings.device == "cpu" else checkpoint.dtype
     return DTYPES[settings.dtype]
+
+
+def _shape_of(checkpoint: Checkpoint) -> ModelShape:
+    try:
+        return shape_of(checkpoint.config)
+    except (AttributeError, TypeError) as error:  # what has no layers, no width or no vocabulary
+        raise ModelError(f"{checkpoint.name} is no model that answers with tokens or vectors") from error

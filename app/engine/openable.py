@@ -13,17 +13,18 @@ import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from app.engine.coverage import Coverage, ModelFacts, route_request
 from app.engine.ends_queue import EndsQueue
-from app.engine.model import EndsSettings, LookedUp, load_ends
+from app.engine.model import EndsSettings, LoadedEnds, LookedUp, load_ends
+from app.engine.opened import Opened, OpenEngine, new_engine
 from app.engine.prefix import PrefixCache
 from app.engine.request import KnownModel, ModelStatus, ModelUnavailableError
-from app.engine.text import ChainTextEngine
 from routing.errors import SettingsError
+from routing.planner import RouteRequest
 from routing.switchboard import Switchboard
 from routing.types import NodeId, NodeRecord, SliceSpec
 from slicing.errors import ModelError
@@ -35,13 +36,7 @@ log = logging.getLogger(__name__)
 FAILED_S = 60.0  # before a load that failed is tried again: files are mended by hand, not within seconds
 
 
-class CountsRunning(Protocol):
-    """An engine, as far as a library looks at it: how many answers it is making."""
-
-    num_running: int
-
-
-Engine = TypeVar("Engine", bound=CountsRunning)
+Engine = TypeVar("Engine", bound=OpenEngine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +70,11 @@ class Openable(ABC, Generic[Engine]):
     @property
     def is_opening(self) -> bool:
         return self._opening is not None
+
+    @property
+    @abstractmethod
+    def stacks(self) -> list[tuple[str, RouteRequest]]:
+        """What any route of it must do, by the name of the stack of blocks; "" where there is only one."""
 
     @abstractmethod
     def known(self, records: tuple[NodeRecord, ...]) -> KnownModel:
@@ -147,8 +147,8 @@ class Openable(ABC, Generic[Engine]):
         return _failed(name, reason)
 
 
-class OpenableModel(Openable[ChainTextEngine]):
-    """A text model."""
+class OpenableModel(Openable[OpenEngine]):
+    """A model of tokens: its engine depends on its kind (`opened`)."""
 
     def __init__(
         self,
@@ -170,6 +170,11 @@ class OpenableModel(Openable[ChainTextEngine]):
         )
         self._ends: EndsQueue | None = None
         self._prefixes: PrefixCache | None = None
+        self._encoding: ThreadPoolExecutor | None = None
+
+    @property
+    def stacks(self) -> list[tuple[str, RouteRequest]]:
+        return [("", self._coverage.request)]
 
     def known(self, records: tuple[NodeRecord, ...]) -> KnownModel:
         covered = self._coverage.status(records)
@@ -177,32 +182,46 @@ class OpenableModel(Openable[ChainTextEngine]):
             self.facts.name,
             self._status(covered),
             self.created,
-            self.facts.max_positions,
+            getattr(self.engine, "max_positions", self.facts.max_positions),
             is_listed=self.is_named or covered.is_ready,
             ends=None if self._ends is None else self._ends.counts,
             prefixes=None if self._prefixes is None else self._prefixes.counts,
+            kind=self.found.kind.value,
+            takes=self.found.takes,
         )
 
-    async def _load(self) -> ChainTextEngine:
-        runner, tokenizer = await asyncio.get_running_loop().run_in_executor(
+    async def _load(self) -> OpenEngine:
+        loaded = await asyncio.get_running_loop().run_in_executor(
             self._loader, load_ends, self.found, self._settings, self._progress
         )
-        if runner is not None:
-            self._ends = EndsQueue(runner, self.found.middle)
+        try:
+            return await self._engine_of(loaded)
+        except BaseException:
+            await self._let_go()
+            raise
+
+    async def _engine_of(self, loaded: LoadedEnds) -> OpenEngine:
+        if loaded.runner is not None:
+            self._ends = EndsQueue(loaded.runner, self.found.middle)
             await self._ends.use_threads(self._settings.threads)
-        return ChainTextEngine(
-            self.facts,
-            tokenizer,
+        self._encoding = compute_thread("encoding", self._settings.threads)
+        opened = Opened(
+            self.found,
+            self._settings,
             self._switchboard,
+            loaded.tokenizer,
             self._ends,
-            self.found.middle,
-            wire=self._settings.wire_dtype,
-            prefill_chunk=self._settings.prefill_chunk,
+            self._encoding,
+            home=loaded.home,
             excluded=self._excluded,
             prefixes=self._new_prefixes(),
         )
+        return new_engine(opened)
 
     async def _let_go(self) -> None:
+        if (encoding := self._encoding) is not None:
+            self._encoding = None
+            await asyncio.to_thread(encoding.shutdown, wait=True, cancel_futures=True)
         if (ends := self._ends) is not None:
             self._ends = None
             await ends.close()

@@ -124,11 +124,20 @@ class PrefixCache:
         self._kept = KeptCaches()
 
     def begin(
-        self, prompt_ids: Sequence[int], tenant: bytes, new_ends: Callable[[], Ends]
+        self,
+        prompt_ids: Sequence[int],
+        tenant: bytes,
+        new_ends: Callable[[], Ends],
+        *,
+        digests: Sequence[tuple[int, bytes]] = (),
     ) -> AnswerBeginning:
-        """What may be held of a prompt. `new_ends` are fresh ones, for rows that must be made again."""
+        """What may be held of a prompt. `new_ends` are fresh ones, for rows that must be made again.
+
+        `digests` name what was put in beside its tokens, see `BlockNames.chain`.
+        """
         self.counts.evicted += self._kept.sweep(self._clock(), TTL_S)
-        return AnswerBeginning(self, self.beginnings.for_tenant(tenant), prompt_ids, new_ends)
+        names = self.beginnings.for_tenant(tenant)
+        return AnswerBeginning(self, names, prompt_ids, new_ends, digests)
 
     def keep(self, kept: Kept) -> None:
         """Note an answer that nodes keep."""
@@ -188,13 +197,16 @@ class AnswerBeginning:
         names: BlockNames,
         prompt_ids: Sequence[int],
         new_ends: Callable[[], Ends],
+        digests: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         self._cache = cache
         self._names = names
         self._prompt_ids = prompt_ids
         self._token_ids = list(prompt_ids)  # the answer's behind them, once it ends
         self._new_ends = new_ends
-        self._links = names.chain(prompt_ids, (len(prompt_ids) - 1) // BLOCK)  # a token is left to compute
+        self._digests = digests
+        num_blocks = (len(prompt_ids) - 1) // BLOCK  # a token is left to compute
+        self._links = names.chain(prompt_ids, num_blocks, digests)
         self._matches = cache.matches(self._links)
         self._forks: dict[int, Fork] = {}  # by length: what our own ends may go on from
         self._refill: Ends | None = None
@@ -256,7 +268,10 @@ class AnswerBeginning:
     def names(self, context: bytes, num_positions: int) -> Sequence[bytes]:
         num_blocks = min(num_positions, len(self._token_ids) - 1) // BLOCK  # the last token was never fed
         num_blocks = min(num_blocks, MAX_HASHES)
-        self._context, self._kept_links = context, self._names.chain(self._token_ids, num_blocks)
+        self._context, self._kept_links = (
+            context,
+            self._names.chain(self._token_ids, num_blocks, self._digests),
+        )
         return [self._names.name(link, context) for link in self._kept_links]
 
     # What the answer says -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ caller did wrong, `routing.errors` for what the network did.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,13 +14,23 @@ from app.engine.drafts import DraftMode
 from app.engine.route_options import ANY_ROUTE, RouteOptions
 
 if TYPE_CHECKING:
-    from app.engine.diffusion.request import DiffusionEngine
+    import torch
+
+    from app.engine.planned import RoutePlan
     from app.engine.prefix import PrefixCounts
     from app.engine.tokenizer import ChatTokenizer
     from slicing.batching import BatchCounts
-    from slicing.diffusion.kinds import Kind
     from slicing.sampler import SamplingParams
 
+Modality = Literal["text", "image", "video", "audio", "embeddings"]
+MADE_BY: Mapping[str, Modality] = {  # by kind; the others make text
+    "music": "audio",
+    "encoder": "embeddings",
+    "embedding": "embeddings",
+    "picture": "image",
+    "video": "video",
+    "audio": "audio",
+}
 FinishReason = Literal["stop", "length"]
 # "available": a whole route exists, the ends are loaded by the first request. "failed": they could not be.
 ModelState = Literal["ready", "available", "partial", "loading", "failed"]
@@ -54,9 +64,35 @@ class ModelUnavailableError(Exception):
         self.param = param
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPrompt:
+    """What encoders at home made of a prompt: goes with its token ids, or is fed in their place.
+
+    `memory` [rows, hidden] are encoder states as the decoder's blocks take them. `embeds` [prompt tokens, hidden] stand
+    in place of the token ids, `places` [axes, prompt tokens] (int64) say where each stands on the axes of rotary
+    positions; the first token drawn stands at `next_place` on all of them, each further one a place behind. `digests`
+    are 32 bytes of what was put in (a picture, a recording), by the position where it begins.
+    """
+
+    memory: torch.Tensor | None = field(default=None, repr=False)
+    embeds: torch.Tensor | None = field(default=None, repr=False)
+    places: torch.Tensor | None = field(default=None, repr=False)
+    next_place: int | None = None
+    digests: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+
+    @property
+    def num_axes(self) -> int:
+        """Of the rotary positions that travel; 0: they follow from the position in the session."""
+        return 0 if self.places is None else self.places.shape[0]
+
+    @property
+    def memory_rows(self) -> int:
+        return 0 if self.memory is None else self.memory.shape[0]
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One answer to make: `len(prompt_ids) + max_tokens` fits the model's positions.
+    """One answer to make: `max_tokens` is at most the engine's `answer_room`.
 
     `continues_text` says that the answer carries on the last words of the prompt (a trailing assistant
     message), so that a leading space belongs to it. `deadline_s` is the time left from now; None = no limit.
@@ -79,6 +115,11 @@ class GenerationRequest:
         False  # the caller did not say how long the answer may become: `max_tokens` is all there is
     )
     draft: DraftMode = "auto"
+    encoded: EncodedPrompt | None = None
+    wants_logprobs: bool = False  # of each drawn token; with the ends at home only
+    watched_ids: tuple[int, ...] = field(
+        default=(), repr=False
+    )  # alike, of these ids where the first is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +159,19 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that is final: whole characters, nothing of a stop string. Empty while some are held back."""
+    """Text that is final: whole characters, nothing of a stop string. Empty while some are held back.
+
+    `token_ids` were drawn since the delta before. Where they were asked for, `logprobs` are the natural logarithms of
+    their probabilities at temperature 1, under the request's bias, rule and penalties; `watched`, in the first delta,
+    are those of the `watched_ids` by the model alone.
+    """
 
     text: str = field(repr=False)
     num_tokens: int = 1
     timings: Timings | None = None  # of the answer so far, where the engine tells
+    token_ids: tuple[int, ...] = field(default=(), repr=False)
+    logprobs: tuple[float, ...] = field(default=(), repr=False)
+    watched: tuple[float, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +182,22 @@ class RouteHop:
     start: int
     end: int
     is_relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HopUse:
+    """What one node did for an answer, in seconds, as it tells, with the layers that it ran at the last.
+
+    `network_s` is its part of the answer's time on the network: the leg into it, and for the last hop also the way
+    back; the parts are as the round trips known here are.
+    """
+
+    hop: RouteHop
+    steps: int
+    compute_s: float
+    queue_s: float
+    crypto_s: float
+    network_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +215,7 @@ class Finished:
     accepted: int = 0  # of them are part of the answer
     cached_tokens: int = 0  # of the prompt: held from an earlier answer, not computed again
     draft_off: str = ""  # why there could be no drafts, where they were asked for
+    hops: tuple[HopUse, ...] = ()  # of all routes it had, where the engine tells
 
 
 GenerationEvent = Admitted | PrefillProgress | TextDelta | Finished
@@ -191,7 +257,13 @@ class KnownModel:
     is_listed: bool = True
     ends: BatchCounts | None = None  # what its ends computed, while they are here
     prefixes: PrefixCounts | None = None  # what is kept of its answers, while it is open
-    kind: Kind | None = None  # of what a diffusion model makes; None: a text model
+    kind: str = "text"  # a `slicing.model_kind.ModelKind` or, of a diffusion model, a `Kind`
+    takes: tuple[Modality, ...] = ("text",)
+
+    @property
+    def makes(self) -> Modality:
+        """What comes out."""
+        return MADE_BY.get(self.kind, "text")
 
 
 class Library(Protocol):
@@ -209,7 +281,14 @@ class Library(Protocol):
         """Return names that nodes announce and that are not served here, each with the reason."""
         ...
 
-    async def engine(self, name: str) -> TextEngine | DiffusionEngine:
+    def plan(self, name: str, options: RouteOptions) -> RoutePlan:
+        """Return the route that a request for a known model would take now.
+
+        Raises `routing.errors.NoRouteError`, `RequestError` or `ModelUnavailableError`.
+        """
+        ...
+
+    async def engine(self, name: str) -> AnyEngine:
         """Return a known model's engine, of the kind that `KnownModel.kind` says, loading its ends if need be.
 
         May take long, and may be cancelled. Raises `ModelUnavailableError`.
@@ -217,11 +296,19 @@ class Library(Protocol):
         ...
 
 
-class TextEngine(Protocol):
-    """Makes text answers for one model."""
+class AnyEngine(Protocol):
+    """An engine of whatever kind."""
 
     @property
     def model_name(self) -> str: ...
+
+    def coverage(self) -> ModelStatus:
+        """Say what can be served at this moment; cheap, called on every request and scrape."""
+        ...
+
+
+class TextEngine(AnyEngine, Protocol):
+    """Makes text answers for one model."""
 
     @property
     def tokenizer(self) -> ChatTokenizer: ...
@@ -232,8 +319,8 @@ class TextEngine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def coverage(self) -> ModelStatus:
-        """Say what can be served at this moment; cheap, called on every request and scrape."""
+    def answer_room(self, prompt_tokens: int) -> int:
+        """How many tokens an answer may have behind a prompt of so many; below 1: the prompt is too long."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:

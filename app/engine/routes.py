@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app.engine.coverage import Coverage, hops_of
-from app.engine.request import ModelStatus, ModelUnavailableError, RequestError, RouteHop
+from app.engine.hop_uses import hop_uses
+from app.engine.request import HopUse, ModelStatus, ModelUnavailableError, RequestError, RouteHop
 from app.engine.route_options import ANY_ROUTE, NodeNameError, RouteOptions, avoided_nodes, pinned_nodes
+from routing.chain import Chain
 from routing.directory import LiveDirectory
 from routing.errors import NoRouteError
 from routing.planner import RouteRequest
@@ -70,6 +72,11 @@ class Routes:
         return hops_of(
             route, {node_id: link.is_relayed for node_id, link in links.items() if link is not None}
         )
+
+    def used(self, chain: Chain) -> tuple[HopUse, ...]:
+        """What each node did for a session, over all its routes."""
+        links = {node_id: self._switchboard.live_link(node_id) for node_id in chain.hop_times.by_node}
+        return hop_uses(chain.hop_times, chain.times.network_s, links)
 
     def _known_nodes(self) -> frozenset[NodeId]:
         directory = self._switchboard.directory

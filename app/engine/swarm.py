@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from app.engine.library import LibrarySettings, NamedModel, opened_library
 from app.engine.model import EndsSettings
 from app.engine.network import FIRST_LOOK_S, JoinedNetwork, MemberSettings, open_network
 from app.engine.openable import OpenableModel
-from app.engine.request import ModelStatus
-from app.engine.text import PREFILL_CHUNK, ChainTextEngine
+from app.engine.request import ModelStatus, TextEngine
+from app.engine.text import PREFILL_CHUNK
 from routing.address_policy import Scope
 from routing.directory import LiveDirectory
 from routing.endpoint import Endpoint
@@ -27,10 +27,14 @@ from routing.switchboard import Switchboard
 from routing.types import NodeAddress
 from slicing.checkpoint import Checkpoint
 from slicing.errors import ModelError
+from slicing.model_kind import ModelKind
 from slicing.progress import Progress, no_progress
 
 if TYPE_CHECKING:
+    from app.engine.diffusion.request import DiffusionEngine
+    from app.engine.embedding_request import EmbeddingEngine
     from app.engine.library import AnyModel
+    from app.engine.speech import SpeechEngine
 
 FIRST_ROUTE_S = 10.0  # gossip has gone round by then, and what it named was asked
 
@@ -100,7 +104,7 @@ class SwarmSettings:
 class Swarm:
     """An open engine with the parts that operations look at."""
 
-    engine: ChainTextEngine
+    engine: TextEngine
     checkpoint: Checkpoint
     network: Network
     switchboard: Switchboard
@@ -126,10 +130,67 @@ async def open_swarm(
     contradict it.
     """
     async with joined_model(settings, progress=progress, wait_for_nodes=wait_for_nodes) as (joined, model):
-        if not isinstance(model, OpenableModel):
-            raise ModelError(f"{model.facts.name} makes no text")
-        engine = await model.open()
+        if not (isinstance(model, OpenableModel) and model.found.answers_text):
+            raise ModelError(f"{model.facts.name} does not answer a text with a text")
+        engine = cast("TextEngine", await model.open())
         yield Swarm(engine, model.found.checkpoint, joined.network, joined.switchboard, model.load_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSongs:
+    """An open engine for songs made of tokens, with the parts that operations look at."""
+
+    engine: DiffusionEngine
+    directory: LiveDirectory
+
+
+@contextlib.asynccontextmanager
+async def open_songs(
+    settings: SwarmSettings, *, progress: Progress = no_progress, wait_for_nodes: bool = True
+) -> AsyncIterator[OpenedSongs]:
+    """Do what `open_swarm` does, for a model that makes music of tokens."""
+    async with joined_model(settings, progress=progress, wait_for_nodes=wait_for_nodes) as (joined, model):
+        if not isinstance(model, OpenableModel) or model.found.kind is not ModelKind.MUSIC:
+            raise ModelError(f"{model.facts.name} makes no music of tokens")
+        yield OpenedSongs(cast("DiffusionEngine", await model.open()), joined.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedVectors:
+    """An open engine for vectors of texts, with the parts that operations look at."""
+
+    engine: EmbeddingEngine
+    directory: LiveDirectory
+
+
+@contextlib.asynccontextmanager
+async def open_vectors(
+    settings: SwarmSettings, *, progress: Progress = no_progress, wait_for_nodes: bool = True
+) -> AsyncIterator[OpenedVectors]:
+    """Do what `open_swarm` does, for a model that makes vectors."""
+    async with joined_model(settings, progress=progress, wait_for_nodes=wait_for_nodes) as (joined, model):
+        if not isinstance(model, OpenableModel) or not model.found.kind.is_headless:
+            raise ModelError(f"{model.facts.name} makes no vectors")
+        yield OpenedVectors(cast("EmbeddingEngine", await model.open()), joined.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTranscripts:
+    """An open engine for recordings, with the parts that operations look at."""
+
+    engine: SpeechEngine
+    directory: LiveDirectory
+
+
+@contextlib.asynccontextmanager
+async def open_transcripts(
+    settings: SwarmSettings, *, progress: Progress = no_progress, wait_for_nodes: bool = True
+) -> AsyncIterator[OpenedTranscripts]:
+    """Do what `open_swarm` does, for a model that writes recordings down."""
+    async with joined_model(settings, progress=progress, wait_for_nodes=wait_for_nodes) as (joined, model):
+        if not isinstance(model, OpenableModel) or model.found.kind is not ModelKind.SPEECH:
+            raise ModelError(f"{model.facts.name} writes no recordings down")
+        yield OpenedTranscripts(cast("SpeechEngine", await model.open()), joined.directory)
 
 
 @contextlib.asynccontextmanager

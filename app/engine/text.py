@@ -8,18 +8,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from app.engine.answer_progress import AnswerProgress, Returned, nodes_s
 from app.engine.coverage import ModelFacts, route_request
 from app.engine.drafts import Drafter, TripCosts
 from app.engine.ends import Drawn, Due, Ends, LocalEnds, RemoteEnds, remote_sampling
 from app.engine.ends_queue import EndsQueue
 from app.engine.invariance import grouping_matters
+from app.engine.memory_steps import send_memory
 from app.engine.prefix import AnswerBeginning, PrefixCache
 from app.engine.request import (
     Admitted,
+    EncodedPrompt,
     Finished,
     FinishReason,
     GenerationEvent,
@@ -28,16 +31,15 @@ from app.engine.request import (
     PrefillProgress,
     RequestError,
     TextDelta,
-    Timings,
 )
 from app.engine.routes import Routes
-from app.engine.tokenizer import AnswerText, ChatTokenizer
+from app.engine.tokenizer import ChatTokenizer
 from routing.chain import Chain
 from routing.errors import ErrorCode, NoRouteError, WorkError
 from routing.opening import ChainOptions
 from routing.recorded import RecordedStep
 from routing.switchboard import Switchboard
-from routing.types import Answer, NodeId, Route, SliceSpec, Want, WireDtype
+from routing.types import NodeId, Route, SliceSpec, Want, WireDtype
 
 PREFILL_CHUNK = (
     512  # rows per step: chunks of 128 and more cost at most 6 % over whole (performance.md, section 7)
@@ -46,51 +48,6 @@ PREFILL_WINDOW = 4  # chunks that travel at once, so that every stage of a usual
 # Memory is set aside for the whole of an answer whose length the caller bounded; else for a usual one, and more as it
 # grows: most answers end by themselves long before the model's last position.
 USUAL_TOKENS = 512
-
-
-@dataclass(slots=True)
-class _Progress:
-    """One answer under way: where it stands and where its time went."""
-
-    request: GenerationRequest
-    ends: Ends = field(repr=False)
-    chain: Chain = field(repr=False)
-    text: AnswerText = field(repr=False)
-    started: float
-    first_position: int = 0  # of the prompt, before which everything is held from an earlier answer
-    first_token_at: float = 0.0
-    num_generated: int = 0
-    generated: list[int] = field(default_factory=list, repr=False)
-    drafted: int = 0  # tokens sent as drafts
-    accepted: int = 0  # of them part of the answer
-    trip_from: float = 0.0  # when the step under way went out
-    local_before_s: float = 0.0  # `ends.local_s` at that moment
-    replays_before: int = 0
-
-    @property
-    def position(self) -> int:
-        """Where the next token goes."""
-        return len(self.request.prompt_ids) + self.num_generated
-
-    def trip(self, answer: Answer) -> tuple[float, float]:
-        """How long the trip took that this answer and its turn end, and how long of it somebody computed."""
-        local_s = self.ends.local_s - self.local_before_s
-        return time.perf_counter() - self.trip_from, _nodes_s(answer) + local_s
-
-    @property
-    def time_left_s(self) -> float | None:
-        """Of the request's deadline."""
-        deadline_s = self.request.deadline_s
-        return None if deadline_s is None else max(0.0, deadline_s - (time.perf_counter() - self.started))
-
-
-@dataclass(frozen=True, slots=True)
-class _Returned:
-    """A step, the drafts it carried, and what came back for it."""
-
-    sent: RecordedStep
-    answer: Answer = field(repr=False)
-    drafts: tuple[int, ...] = field(default=(), repr=False)
 
 
 class ChainTextEngine:
@@ -141,6 +98,9 @@ class ChainTextEngine:
     def vocab_size(self) -> int:
         return self._facts.vocab_size
 
+    def answer_room(self, prompt_tokens: int) -> int:
+        return self._facts.max_positions - prompt_tokens
+
     def coverage(self) -> ModelStatus:
         return self._routes.coverage()
 
@@ -159,11 +119,12 @@ class ChainTextEngine:
             chain = await self._switchboard.open_chain(
                 asked, self._chain_options(request), deadline_s=request.deadline_s, beginning=beginning
             )
-            progress = _Progress(request, ends, chain, text, started, first_position=chain.num_held)
+            progress = AnswerProgress(request, ends, chain, text, started, first_position=chain.num_held)
             if beginning is not None:
                 await beginning.take(ends, chain.num_held)
             yield Admitted(len(request.prompt_ids), self._fingerprint(chain.route))
-            returned: _Returned | None = None
+            await self._send_memory(progress)
+            returned: Returned | None = None
             async with aclosing(self._prefill(progress)) as chunks:
                 async for returned in chunks:
                     yield PrefillProgress(returned.sent.end, len(request.prompt_ids))
@@ -188,9 +149,15 @@ class ChainTextEngine:
             finally:
                 await ends.close()
 
+    async def _send_memory(self, progress: AnswerProgress) -> None:
+        encoded = progress.request.encoded
+        if encoded is not None and encoded.memory is not None:
+            await progress.ends.add_memory(encoded.memory)
+            await send_memory(progress.chain, encoded.memory, deadline_s=progress.time_left_s)
+
     # Prefill --------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, progress: _Progress) -> AsyncGenerator[_Returned, None]:
+    async def _prefill(self, progress: AnswerProgress) -> AsyncGenerator[Returned, None]:
         """Send the prompt in chunks, several at once; yield each with its answer."""
         prompt, size = progress.request.prompt_ids, self._prefill_chunk
         in_flight: deque[RecordedStep] = deque()
@@ -202,7 +169,7 @@ class ChainTextEngine:
         while in_flight:
             yield await self._take_chunk(progress, in_flight.popleft())
 
-    async def _send_chunk(self, progress: _Progress, chunk: Sequence[int], start: int) -> RecordedStep:
+    async def _send_chunk(self, progress: AnswerProgress, chunk: Sequence[int], start: int) -> RecordedStep:
         chain, ends, wire = progress.chain, progress.ends, progress.chain.first_wire
         payload = await ends.open_rows(chunk, start, wire)
         is_last = start + len(chunk) == len(progress.request.prompt_ids)
@@ -216,18 +183,18 @@ class ChainTextEngine:
             deadline_s=progress.time_left_s,
         )
 
-    async def _take_chunk(self, progress: _Progress, sent: RecordedStep) -> _Returned:
+    async def _take_chunk(self, progress: AnswerProgress, sent: RecordedStep) -> Returned:
         answer = await progress.chain.answer(sent, deadline_s=progress.time_left_s)
-        self._costs.note_chunk(sent.rows, _nodes_s(answer))
+        self._costs.note_chunk(sent.rows, nodes_s(answer))
         is_last = sent.end == len(progress.request.prompt_ids)
         if not is_last and sent.want is Want.ALL:
             await progress.ends.take_chunk(answer, sent.wire_back)
-        return _Returned(sent, answer)
+        return Returned(sent, answer)
 
     # Decode ---------------------------------------------------------------------------------------------------
 
     async def _decode(
-        self, progress: _Progress, returned: _Returned
+        self, progress: AnswerProgress, returned: Returned
     ) -> AsyncGenerator[GenerationEvent, None]:
         """A turn: draw, send the next step, hand out the text, wait. One token, and one more for each right draft."""
         chain = progress.chain
@@ -235,17 +202,23 @@ class ChainTextEngine:
             drawn = await self._draw(progress, returned)
             num_before = progress.num_generated
             reason, text = self._judge(progress, drawn)
-            num_tokens = progress.num_generated - num_before
+            delta = TextDelta(
+                text,
+                progress.num_generated - num_before,
+                token_ids=tuple(progress.generated[num_before:]),
+                logprobs=drawn.logprobs[: progress.num_generated - num_before],
+                watched=drawn.watched,
+            )
             if reason is not None:
-                yield TextDelta(text, num_tokens)
+                yield delta
                 yield self._finished(progress, reason)
                 return
             sent = await self._send_drawn(progress, drawn)
-            yield TextDelta(text, num_tokens, timings=_timings(progress))
+            yield replace(delta, timings=progress.timings)
             answer = await chain.answer(sent, deadline_s=progress.time_left_s)
-            returned = _Returned(sent, answer, drawn.drafts)
+            returned = Returned(sent, answer, drawn.drafts)
 
-    async def _draw(self, progress: _Progress, returned: _Returned) -> Drawn:
+    async def _draw(self, progress: AnswerProgress, returned: Returned) -> Drawn:
         chain, route = progress.chain, progress.chain.route
         due = Due(
             progress.position,
@@ -264,7 +237,7 @@ class ChainTextEngine:
             raise WorkError(ErrorCode.DEADLINE, "the answer took longer than its deadline")
         return drawn
 
-    async def _send_drawn(self, progress: _Progress, drawn: Drawn) -> RecordedStep:
+    async def _send_drawn(self, progress: AnswerProgress, drawn: Drawn) -> RecordedStep:
         """Send the step that follows; where it lies below rows that were drafted wrongly, it overwrites them."""
         chain = progress.chain
         progress.drafted += len(drawn.drafts)
@@ -278,7 +251,7 @@ class ChainTextEngine:
             deadline_s=progress.time_left_s,
         )
 
-    def _judge(self, progress: _Progress, drawn: Drawn) -> tuple[FinishReason | None, str]:
+    def _judge(self, progress: AnswerProgress, drawn: Drawn) -> tuple[FinishReason | None, str]:
         """Take tokens until one ends the answer; why it ends, if it does, and the text that is final by now."""
         pieces: list[str] = []
         for number, token_id in enumerate(drawn.token_ids):
@@ -291,7 +264,7 @@ class ChainTextEngine:
                 return reason, "".join(pieces)
         return None, "".join(pieces)
 
-    def _judge_token(self, progress: _Progress, token_id: int) -> tuple[FinishReason | None, str]:
+    def _judge_token(self, progress: AnswerProgress, token_id: int) -> tuple[FinishReason | None, str]:
         request, text = progress.request, progress.text
         if token_id in request.stop_token_ids:
             return "stop", text.finish()
@@ -318,9 +291,22 @@ class ChainTextEngine:
             raise RequestError(
                 "messages", "invalid_value", "the prompt holds a token that the model does not know"
             )
+        for rows in _rows_of(request.encoded):
+            assert rows == len(request.prompt_ids), "a row for each token of the prompt"
+        if self._ends is None:
+            self._check_thin(request)
+
+    def _check_thin(self, request: GenerationRequest) -> None:
+        """Refuse what only ends at home can do. Raises RequestError."""
+        encoded = request.encoded
+        if encoded is not None and (encoded.embeds is not None or encoded.places is not None):
+            raise _unsupported("messages", "pictures and recordings in a prompt")
+        if request.wants_logprobs or request.watched_ids:
+            raise _unsupported("logprobs", "probabilities of tokens")
 
     def _new_ends(self, request: GenerationRequest) -> Ends:
-        drafter = Drafter(request.draft, self._costs, request.prompt_ids, self._end_position(request))
+        draft = "off" if request.encoded is not None else request.draft
+        drafter = Drafter(draft, self._costs, request.prompt_ids, self._end_position(request))
         if self._ends is None:
             return RemoteEnds(self._facts.vocab_size, drafter, request.stop_token_ids)
         return LocalEnds(
@@ -330,12 +316,18 @@ class ChainTextEngine:
             drafter,
             request.stop_token_ids,
             tenant=request.tenant,
+            encoded=request.encoded,
+            wants_logprobs=request.wants_logprobs,
+            watched_ids=request.watched_ids,
         )
 
     def _beginning(self, request: GenerationRequest) -> AnswerBeginning | None:
-        if self._prefixes is None:
+        if self._prefixes is None or not _has_names(request.encoded):
             return None
-        return self._prefixes.begin(request.prompt_ids, request.tenant, lambda: self._new_ends(request))
+        digests = () if request.encoded is None else request.encoded.digests
+        return self._prefixes.begin(
+            request.prompt_ids, request.tenant, lambda: self._new_ends(request), digests=digests
+        )
 
     def _no_room(self, error: WorkError, request: GenerationRequest) -> Exception:
         """Name the numbers where nodes can never hold so much."""
@@ -360,6 +352,7 @@ class ChainTextEngine:
 
     def _chain_options(self, request: GenerationRequest) -> ChainOptions:
         is_thin = self._ends is None
+        encoded = request.encoded
         return ChainOptions(
             max_positions=self._end_position(request),
             wire=self._wire,
@@ -370,14 +363,16 @@ class ChainTextEngine:
             tenant=self._tenants.tag(request.tenant) if self._tenants else b"",
             room=self._room(request),
             confirms=len(request.prompt_ids) > self._prefill_chunk,
+            axes=0 if encoded is None else encoded.num_axes,
+            memory_rows=0 if encoded is None else encoded.memory_rows,
         )
 
-    def _finished(self, progress: _Progress, reason: FinishReason) -> Finished:
+    def _finished(self, progress: AnswerProgress, reason: FinishReason) -> Finished:
         return Finished(
             reason,
             prompt_tokens=len(progress.request.prompt_ids),
             completion_tokens=progress.num_generated,
-            timings=_timings(progress),
+            timings=progress.timings,
             replays=progress.chain.replays,
             fingerprint=self._fingerprint(progress.chain.route),
             route=self._routes.taken(progress.chain.route),
@@ -385,11 +380,12 @@ class ChainTextEngine:
             accepted=progress.accepted,
             cached_tokens=progress.first_position,
             draft_off=self._why_no_drafts(progress),
+            hops=self._routes.used(progress.chain),
         )
 
-    def _why_no_drafts(self, progress: _Progress) -> str:
+    def _why_no_drafts(self, progress: AnswerProgress) -> str:
         """Why an answer that could have had drafts had none; empty where there may have been some."""
-        if progress.request.draft == "off":
+        if progress.request.draft == "off" or progress.request.encoded is not None:
             return ""
         return grouping_matters(progress.chain.route, self._ends.runner if self._ends else None)
 
@@ -402,23 +398,21 @@ class ChainTextEngine:
         return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _nodes_s(answer: Answer) -> float:
-    """What the nodes computed for it, by what they tell."""
-    return sum(trace.compute_us for trace in answer.traces) / 1e6
+def _rows_of(encoded: EncodedPrompt | None) -> Iterator[int]:
+    """How many rows there are of what goes with each token of the prompt."""
+    if encoded is not None and encoded.embeds is not None:
+        yield encoded.embeds.shape[0]
+    if encoded is not None and encoded.places is not None:
+        yield encoded.places.shape[1]
 
 
-def _timings(progress: _Progress) -> Timings:
-    now = time.perf_counter()
-    times = progress.chain.times
-    first = progress.first_token_at or now
-    return Timings(
-        total_s=now - progress.started,
-        prefill_s=first - progress.started,
-        decode_s=now - first,
-        tokens=progress.num_generated,
-        compute_s=times.compute_s,
-        network_s=times.network_s,
-        crypto_s=times.crypto_s,
-        queue_s=times.queue_s,
-        local_s=progress.ends.local_s,
-    )
+def _has_names(encoded: EncodedPrompt | None) -> bool:
+    """Whether a prompt's beginnings can be named: by its tokens, and digests of all else that was put in."""
+    if encoded is None:
+        return True
+    return encoded.memory is None and (encoded.embeds is None or bool(encoded.digests))
+
+
+def _unsupported(param: str, what: str) -> RequestError:
+    message = f"{what} need the gateway's own ends: it was started with --ends remote"
+    return RequestError(param, "unsupported_by_route", message)

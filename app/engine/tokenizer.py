@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.engine.chat_template import ChatTemplate, Message
+from app.engine.chat_template import ChatTemplate, Message, text_of
 from app.engine.defaults import GenerationDefaults
+from app.engine.request import RequestError
 from app.engine.stop_scanner import StopScanner
 from app.engine.text_decoder import ByteDecoder, TextDecoder, WindowDecoder
 from app.engine.token_bytes import TokenBytes, decode, special_ids
@@ -26,8 +27,12 @@ CONTEXT_IDS = 8  # ids of the prompt that decide about the first characters of a
 class ChatTokenizer:
     """Encodes prompts and decodes answers of one model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, folder: Path, *, takes_plain_text: bool = False
+    ) -> None:
+        """`takes_plain_text`: a prompt is text as the tokenizer frames it, for an encoder; there are no turns."""
         self.folder = folder
+        self._takes_plain_text = takes_plain_text
         self.created = age_of(folder)
         self.defaults = GenerationDefaults.read(folder)
         self._tokenizer = tokenizer
@@ -38,14 +43,18 @@ class ChatTokenizer:
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
 
     @classmethod
-    def load(cls, folder: Path) -> ChatTokenizer:
+    def load(cls, folder: Path, *, takes_plain_text: bool = False) -> ChatTokenizer:
         """Read tokenizer, chat template and generation defaults of a model folder; runs no code from it."""
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return cls(tokenizer, folder)
+        return cls(tokenizer, folder, takes_plain_text=takes_plain_text)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template.exists
+
+    @property
+    def _joins_contents(self) -> bool:
+        return self._takes_plain_text and not self._template.exists
 
     def render(
         self,
@@ -54,14 +63,31 @@ class ChatTokenizer:
         continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Return the prompt ids of a chat; see `ChatTemplate.render`. Slow for long chats: use a thread."""
+        """Return the prompt ids of a chat; see `ChatTemplate.render`. Slow for long chats: use a thread.
+
+        Without a template an encoder reads the contents, line by line.
+        """
+        if self._joins_contents:
+            if continue_final:
+                text = "the model reads all of the messages: it cannot go on with the last"
+                raise RequestError("messages", "unsupported_parameter", text)
+            return tuple(
+                self.encode_whole("\n".join(text_of(message.get("content")) for message in messages))
+            )
         with self._lock:
             return self._template.render(messages, continue_final=continue_final, variables=variables)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text, without special tokens added."""
+        """Return the ids of plain text, without special tokens added, but for those that an encoder reads."""
+        if self._takes_plain_text:
+            return self.encode_whole(text)
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the ids of a text as encoders read it: with the special tokens that belong around it."""
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=True, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids in one go, special tokens left out."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from app.engine.ends_queue import EndsQueue
 from app.engine.prefix import PrefixCache
@@ -17,6 +17,7 @@ from app.engine.request import Finished, GenerationRequest, TextDelta
 from app.engine.text import ChainTextEngine, ModelFacts
 from app.engine.tokenizer import ChatTokenizer
 from routing.types import SliceOffer, SliceSpec, WireDtype
+from slicing.model_kind import ModelShape, shape_of
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
 from tests.integration.home import Home, home
@@ -42,13 +43,21 @@ class Chat:
     lost: set[bytes] = field(default_factory=set)  # ids of nodes that died
 
     async def text(self, **fields: Any) -> tuple[str, Finished]:
-        parts: list[str] = []
+        deltas, finished = await self.deltas(**fields)
+        return "".join(delta.text for delta in deltas), finished
+
+    async def tokens(self, **fields: Any) -> tuple[list[int], Finished]:
+        deltas, finished = await self.deltas(**fields)
+        return [token_id for delta in deltas for token_id in delta.token_ids], finished
+
+    async def deltas(self, **fields: Any) -> tuple[list[TextDelta], Finished]:
+        deltas: list[TextDelta] = []
         async with aclosing(self.engine.generate(request(**fields))) as events:
             async for event in events:
                 if isinstance(event, TextDelta):
-                    parts.append(event.text)
+                    deltas.append(event)
         assert isinstance(event, Finished)
-        return "".join(parts), event
+        return deltas, event
 
     async def is_freed(self) -> None:
         living = [node for node in self.nodes if node.node_id not in self.lost]
@@ -63,7 +72,7 @@ def request(**fields: Any) -> GenerationRequest:
 
 @contextlib.asynccontextmanager
 async def chat(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: ChatTokenizer,
     local: tuple[int, int] | None,
     copies: int = 2,
@@ -71,31 +80,34 @@ async def chat(
     secret: bytes = b"",
     guesses: bool = False,
     chunk: int = 3,
+    slices: int = 2,
 ) -> AsyncIterator[Chat]:
-    """Two slices with so many copies each; the first and last layers that are `local` at home, None: the thin mode.
+    """Slices with so many copies each; the first and last layers that are `local` at home, None: the thin mode.
 
     With a `secret`, what earlier answers left is gone on from.
     """
+    shape = shape_of(model.config)
     first, last = local or (0, 0)
-    middle = SliceSpec(first, NUM_LAYERS - last)
-    cuts = [middle.start, (middle.start + middle.end) // 2, middle.end]
+    middle = SliceSpec(first, shape.num_layers - last)
+    size = middle.end - middle.start
+    cuts = [middle.start + size * number // slices for number in range(slices + 1)]
     async with home() as here:
         nodes = [
-            await _add(here, runners.from_model(model, _parts(start, end, local is None)), start, end)
+            await _add(here, runners.from_model(model, _parts(start, end, shape, local is None)), start, end)
             for start, end in pairwise(cuts)
             for _ in range(copies)
         ]
         await here.know(*nodes)
         ends = None
         if local is not None:
-            held = tuple(p for p in ((0, middle.start), (middle.end, NUM_LAYERS)) if p[0] < p[1])
+            held = tuple(p for p in ((0, middle.start), (middle.end, shape.num_layers)) if p[0] < p[1])
             ends = EndsQueue(runners.from_model(model, Parts(held, opening=True, closing=True)), middle)
         facts = ModelFacts(
-            "tiny", DIGEST, NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE, model.config.max_position_embeddings
+            "tiny", DIGEST, shape.num_layers, shape.hidden_size, shape.vocab_size, shape.max_positions
         )
         prefixes = None
         if secret:
-            has_ends = middle != SliceSpec(0, NUM_LAYERS)
+            has_ends = middle != SliceSpec(0, shape.num_layers)
             prefixes = PrefixCache(secret, DIGEST, has_ends=has_ends, guesses=guesses)
         engine = ChainTextEngine(
             facts, tokenizer, here.switchboard, ends, middle, prefill_chunk=chunk, prefixes=prefixes
@@ -107,13 +119,13 @@ async def chat(
             prefixes.close()
 
 
-def _parts(start: int, end: int, is_thin: bool) -> Parts:
-    return Parts(((start, end),), opening=is_thin and start == 0, closing=is_thin and end == NUM_LAYERS)
+def _parts(start: int, end: int, shape: ModelShape, is_thin: bool) -> Parts:
+    return Parts(((start, end),), opening=is_thin and start == 0, closing=is_thin and end == shape.num_layers)
 
 
 async def _add(here: Home, runner: PlainRunner, start: int, end: int) -> Node:
     offer = SliceOffer(
-        "tiny", DIGEST, NUM_LAYERS, HIDDEN_SIZE, SliceSpec(start, end), WireDtype.FLOAT32, runner.form,
+        "tiny", DIGEST, runner.num_layers, runner.hidden_size, SliceSpec(start, end), WireDtype.FLOAT32, runner.form,
         has_opening=runner.parts.opening, has_closing=runner.parts.closing,
         confirms=runner.is_invariant, keeps=runner.is_invariant,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 
 from app.engine.diffusion.request import DiffusionEngine
-from app.engine.request import Library, TextEngine
+from app.engine.request import AnyEngine, Library
 from app.engine.shelf import Shelf
 from app.gateway import Gateway
 from app.jobs.runner import JobRunner
@@ -98,7 +98,7 @@ class QuickServer(uvicorn.Server):
 
 
 def serve_engines(
-    *engines: TextEngine | DiffusionEngine, **settings: Any
+    *engines: AnyEngine | DiffusionEngine, **settings: Any
 ) -> AbstractAsyncContextManager[Served]:
     """Run the application over engines that are there."""
     return serve_library(Shelf({engine.model_name: engine for engine in engines}), **settings)

@@ -56,6 +56,9 @@ class LocalEngine:
         )
         self.model = LlamaForCausalLM(config).eval()
 
+    def answer_room(self, prompt_tokens: int) -> int:
+        return self.max_positions - prompt_tokens
+
     def coverage(self) -> ModelStatus:
         return ModelStatus("ready", 2)
 
@@ -106,6 +109,9 @@ class ScriptedEngine:
     num_open: int = 0
     num_opened: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
+
+    def answer_room(self, prompt_tokens: int) -> int:
+        return self.max_positions - prompt_tokens
 
     def coverage(self) -> ModelStatus:
         return self.status
