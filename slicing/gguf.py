@@ -6,7 +6,6 @@ count in the process that serves. Knows nothing of how tensors are renamed.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib
 import importlib.util
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from slicing.cache import cache_root, locked
+from slicing.cache import cache_root, locked, made_once
 from slicing.errors import ModelError
 from slicing.progress import Progress, no_progress
 
@@ -54,25 +53,12 @@ def converted_folder(file: Path, cache_dir: Path | None = None, progress: Progre
     processes that ask at the same time convert once.
     """
     folder = cache_root(cache_dir) / "gguf" / f"{file.stem}-{_key(file)}"
-    if folder.is_dir():
-        return folder
-    with locked(folder):
-        if not folder.is_dir():
-            _delete_leftovers(folder)
-            _check_space(file, folder.parent)
-            partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-            try:
-                _convert_in_child(file, partial, progress)
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
+    def make(partial: Path) -> None:
+        _check_space(file, partial.parent)
+        _convert_in_child(file, partial, progress)
 
-def _delete_leftovers(folder: Path) -> None:
-    """Delete what conversions left that were killed: whoever holds the lock knows that none is running."""
-    for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    return made_once(folder, make)
 
 
 def _key(file: Path) -> str:

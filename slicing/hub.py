@@ -38,12 +38,18 @@ from slicing.tensor_file import LENGTH_BYTES, TensorRange, header_length, parse_
 
 SMALL_FILES = [
     "*.jinja",
+    "[0-9]*_Dense/config.json",  # what follows a model that makes vectors, see `sentence_files`
+    "[0-9]*_Dense/model.safetensors",
+    "[0-9]*_Pooling/config.json",
     "added_tokens.json",
     "chat_template.json",
     "config.json",
+    "config_sentence_transformers.json",
     "generation_config.json",
     "merges.txt",
+    "modules.json",
     INDEX_NAME,
+    "sentence_bert_config.json",
     "special_tokens_map.json",
     "spiece.model",
     "tokenizer*.json",

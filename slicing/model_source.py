@@ -12,6 +12,7 @@ from slicing.checkpoint import Checkpoint, open_folder
 from slicing.errors import ModelError
 from slicing.gguf import PACKAGED, converted_folder, packaged_gguf
 from slicing.hub import open_hub
+from slicing.packaged_models import PACKAGED_FOLDERS, packaged_folder
 from slicing.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -37,11 +38,13 @@ def open_checkpoint(
         return open_folder(converted_folder(_only_gguf(path), cache_dir, progress), model)
     if model in PACKAGED:
         return open_folder(converted_folder(packaged_gguf(model, cache_dir), cache_dir, progress), model)
+    if model in PACKAGED_FOLDERS:
+        return open_folder(packaged_folder(model, cache_dir, progress), model)
     if HUB_ID.fullmatch(model):
         return open_hub(model, cache_dir, progress, may_fetch=may_fetch)
     raise ModelError(
         f"there is no model {model!r}: name a folder, a .gguf file, a hub id like org/name, "
-        f"or one of {', '.join(sorted(PACKAGED))}"
+        f"or one of {', '.join(sorted([*PACKAGED, *PACKAGED_FOLDERS]))}"
     )
 
 

@@ -1,14 +1,14 @@
 """Reads a body that is JSON or a multipart form: the official clients send forms to `/v1/videos` even without a file.
 
-A form's fields become the same object that JSON would have been. Files are refused by name: nothing here takes one.
+A form's fields become the same object that JSON would have been. Files are refused by name where none is taken.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from app.api.body import BodyLimits, parse_object, read_body, read_json_object
+from app.api.body import BodyLimits, parse_object, read_json_object, take_body
 from app.api.errors import ApiError, invalid, unsupported
 
 FORM = "multipart/form-data"
@@ -29,11 +29,19 @@ FIELD = re.compile(r"(?P<name>\w{1,64})(\[(?P<key>\w{1,64})\])?(?P<list>\[\])?")
 
 @dataclass(frozen=True, slots=True)
 class FieldTypes:
-    """Which of a form's fields are not texts; `objects` may also come as one JSON text."""
+    """Which of a form's fields are not texts; `objects` may also come as one JSON text, `files` are taken as such."""
 
     numbers: Collection[str] = ()
     flags: Collection[str] = ()
     objects: Collection[str] = ()
+    files: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file of a form: the bytes, whatever its name and type claim."""
+
+    content: bytes = field(repr=False)
 
 
 async def read_fields(request: Request, limits: BodyLimits, types: FieldTypes) -> dict[str, Any]:
@@ -44,27 +52,49 @@ async def read_fields(request: Request, limits: BodyLimits, types: FieldTypes) -
     boundary = options.get(b"boundary", b"")
     if not 0 < len(boundary) <= MAX_BOUNDARY:
         raise invalid(None, "the form names no boundary", code="invalid_form")
-    return parse_form(await read_body(request, limits), boundary, types)
+    parsing = _Parsing(boundary, types)
+    with _refused():
+        await take_body(request, limits, parsing.parser.write)
+    return parsing.finished()
 
 
 def parse_form(raw: bytes, boundary: bytes, types: FieldTypes) -> dict[str, Any]:
     """Read a form as one object. Raises `ApiError` 400."""
-    reading = _Reading()
-    parser = MultipartParser(boundary, reading.callbacks())  # type: ignore[arg-type]
+    parsing = _Parsing(boundary, types)
+    with _refused():
+        parsing.parser.write(raw)
+    return parsing.finished()
+
+
+class _Parsing:
+    """One form, as its bytes come."""
+
+    def __init__(self, boundary: bytes, types: FieldTypes) -> None:
+        self._types = types
+        self._reading = _Reading(types.files)
+        self.parser = MultipartParser(boundary, self._reading.callbacks())  # type: ignore[arg-type]
+
+    def finished(self) -> dict[str, Any]:
+        """Return the form, which must be whole by now."""
+        with _refused():
+            self.parser.finalize()
+        if not self._reading.is_whole:
+            raise invalid(None, "the form was cut short", code="invalid_form")
+        made: dict[str, Any] = {}
+        for name, value in self._reading.fields:
+            _put(made, name, value, self._types)
+        return made
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
     try:
-        parser.write(raw)
-        parser.finalize()
+        yield
     except MultipartParseError:
         raise invalid(None, "the body is not a valid multipart form", code="invalid_form") from None
-    if not reading.is_whole:
-        raise invalid(None, "the form was cut short", code="invalid_form")
-    made: dict[str, Any] = {}
-    for name, text in reading.fields:
-        _put(made, name, text, types)
-    return made
 
 
-def _put(made: dict[str, Any], name: str, text: str, types: FieldTypes) -> None:
+def _put(made: dict[str, Any], name: str, held: str | Upload, types: FieldTypes) -> None:
     match = FIELD.fullmatch(name)
     if match is None:
         raise invalid(None, "a field of the form has no plain name", code="invalid_form")
@@ -74,7 +104,7 @@ def _put(made: dict[str, Any], name: str, text: str, types: FieldTypes) -> None:
         if not isinstance(inner, dict):
             raise _twice(field_name)
         made, field_name = inner, key
-    value = _typed(field_name, text, types, is_inner=key is not None)
+    value = held if isinstance(held, Upload) else _typed(field_name, held, types, is_inner=key is not None)
     if match["list"]:
         items = made.setdefault(field_name, [])
         if not isinstance(items, list):
@@ -111,13 +141,15 @@ def _twice(name: str) -> ApiError:
 class _Reading:
     """What the parser has told so far: one part, and the fields before it."""
 
-    fields: list[tuple[str, str]] = field(default_factory=list)
+    files: Collection[str] = ()  # names of those that are taken
+    fields: list[tuple[str, str | Upload]] = field(default_factory=list)
     is_whole: bool = False
     _header: bytearray = field(default_factory=bytearray)
     _value: bytearray = field(default_factory=bytearray)
     _headers: dict[bytes, bytes] = field(default_factory=dict)
     _name: str = ""
     _text: bytearray = field(default_factory=bytearray)
+    _is_file: bool = False
 
     def callbacks(self) -> dict[str, Any]:
         return {
@@ -154,17 +186,22 @@ class _Reading:
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if not name:
             raise invalid(None, "a part of the form has no name", code="invalid_form")
-        if b"filename" in options or b"filename*" in options:
+        self._is_file = b"filename" in options or b"filename*" in options
+        if self._is_file and name not in self.files:
             shown = name if FIELD.fullmatch(name) else None
             raise unsupported(shown or "file", "files are not taken: no model here begins from one")
         self._name = name
 
     def _content(self, data: bytes, start: int, end: int) -> None:
-        if len(self._text) + end - start > MAX_FIELD_BYTES:
+        if not self._is_file and len(self._text) + end - start > MAX_FIELD_BYTES:
             raise invalid(None, f"a field of the form has more than {MAX_FIELD_BYTES} bytes")
         self._text += data[start:end]
 
     def _end(self) -> None:
+        if self._is_file:
+            self.fields.append((self._name, Upload(bytes(self._text))))
+            self._text = bytearray()
+            return
         try:
             self.fields.append((self._name, self._text.decode("utf-8")))
         except UnicodeError:
