@@ -24,6 +24,7 @@ from bench.quality import measure_quality
 from bench.relay import measure_relay
 from bench.report import Report
 from bench.served import measure_served
+from bench.songs import measure_songs
 from bench.split import measure_split
 from bench.streams import measure_streams
 from bench.wan import measure_wan
@@ -43,6 +44,7 @@ SECTIONS = (
     "kernels",
     "quality",
     "streams",
+    "songs",
     "prefill",
     "peers",
     "served",
@@ -81,6 +83,8 @@ async def _run(only: list[str], pairs: int, picture_model: str | None) -> None:
         measure_quality(report)
     if "streams" in only:
         await measure_streams(report)
+    if "songs" in only:
+        measure_songs(report)
     if "prefill" in only:
         await measure_prefill(report)
     if "peers" in only:

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from app.engine.request import GenerationRequest, TextDelta
-from bench.local_swarm import LocalSwarm, chat_prompt, greedy_request, local_swarm
+from bench.local_swarm import MODEL, LocalSwarm, chat_prompt, greedy_request, local_swarm
 from bench.nodes import baseline_bytes
 from bench.report import Report
 from cli.membership import read_membership
@@ -20,13 +20,34 @@ WARM_UP = 100  # answers before the baseline is taken: allocators and caches hav
 TOGETHER = 8
 KV_BUDGET = 64 << 20
 LEFT_EARLY = 0.4
-WORDS = ("river", "stone", "lantern", "quiet", "market", "seven", "carry", "green", "window", "slow", "bright")
+# A node's runtime without its weights: the compiled kernels, and what the check of the model's class leaves.
+RUNTIME = f"""
+from slicing.fast.compiling import load_kernels
+from slicing.miniature import check_cut
+from slicing.model_source import open_checkpoint
+load_kernels()
+check_cut(open_checkpoint({MODEL!r}).config)
+"""
+WORDS = (
+    "river",
+    "stone",
+    "lantern",
+    "quiet",
+    "market",
+    "seven",
+    "carry",
+    "green",
+    "window",
+    "slow",
+    "bright",
+)
 
 
 async def measure_memory(report: Report, *, num_requests: int = NUM_REQUESTS) -> None:
     """Peak at most 1.2 of the weights + the key/value budget + the bare runtime; afterwards as before."""
     report.section(SECTION)
-    bare = await asyncio.to_thread(baseline_bytes)
+    bare = await asyncio.to_thread(baseline_bytes, RUNTIME)
+    report.add(SECTION, "bare runtime", bare, "B")
     async with local_swarm(2, kv_budget=KV_BUDGET) as local:
         draw = random.Random(4)
         await _ask(local, draw, WARM_UP)
@@ -59,7 +80,8 @@ async def _ask(local: LocalSwarm, draw: random.Random, num_requests: int) -> int
     async def worker() -> None:
         nonlocal left
         for request, tokens in requests:
-            left += await _answer(local, request, tokens)
+            was_left = await _answer(local, request, tokens)
+            left += was_left
 
     await asyncio.gather(*(worker() for _ in range(TOGETHER)))
     return left

@@ -14,6 +14,7 @@ import torch
 from bench.report import Report
 from slicing.ends import Parts
 from slicing.load_runner import load_runner
+from slicing.model_kind import shape_of
 from slicing.model_source import open_checkpoint
 
 MODEL = "smollm2"
@@ -64,7 +65,7 @@ def _stock_log_probs(folder: Any, windows: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _our_log_probs(checkpoint: Any, form: str, windows: list[torch.Tensor]) -> list[torch.Tensor]:
-    parts = Parts.whole(checkpoint.config.num_hidden_layers)
+    parts = Parts.whole(shape_of(checkpoint.config).num_layers)
     runner: Any = load_runner(checkpoint, parts, weights=form)  # type: ignore[arg-type]
     return [_log_probs(_logits(runner, ids)) for ids in windows]
 

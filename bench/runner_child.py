@@ -18,12 +18,13 @@ def main() -> None:
     from slicing.batch import Work
     from slicing.ends import Parts
     from slicing.load_runner import load_runner
+    from slicing.model_kind import shape_of
     from slicing.model_source import open_checkpoint
 
     model, weights, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(model)
-    parts = Parts.whole(checkpoint.config.num_hidden_layers)
+    parts = Parts.whole(shape_of(checkpoint.config).num_layers)
     runner: Any = load_runner(checkpoint, parts, weights=weights, threads=threads)  # type: ignore[arg-type]
     end = runner.num_layers
 

@@ -1,52 +1,51 @@
 """Attention whose rows do not depend on their neighbours, over the keys and values of several sessions.
 
-A row's arithmetic is set by its position alone: queries in blocks that end at multiples of 32 positions, keys up to
-the end of the block and masked, and never fewer rows in a product than agree. Everything is computed in float32.
 Stock layers reach it through transformers' attention interface; `PackedCache` stands in for their cache.
+Rows that attend to an encoder's states (`crossing`) see all of them. The arithmetic is in `attention_blocks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
 
+from slicing.attention_blocks import (
+    BLOCK,
+    TRIED_BLOCKS,
+    TRIED_MEMORY,
+    HeadShape,
+    Terms,
+    attend_block,
+    block_bias,
+    block_end,
+    block_mask,
+    blocks_of,
+    find_multiple,
+    first_key,
+)
 from slicing.batch import Work
+from slicing.block_slice import as_position_ids
+from slicing.crossing import Crossing, unseen
 from slicing.kv_cache import KVCache, SlabLayer
 from slicing.row_linear import NotInvariant, unwatched
 
 NAME = "diffuse_invariant"  # in transformers' attention interface
-BLOCK = 32  # positions
-MULTIPLES = (1, 2, 4, 8, 16, 32)  # query rows of a block are filled up to one of these
-MIN_PRODUCT_ROWS = 4  # fewer take the path of single rows, wherever that was looked at
-TRIED_BLOCKS = (1, 2, 9)  # lengths of a trial
-TRIED_BEGINS = (0, 1, 7, 20, 29)
-TRIED_COUNTS = (*range(2, 10), 13, 17, 25, 31, 32)
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes of one layer's attention, and how it is computed."""
+class Block(NamedTuple):
+    """Rows of a session whose attention is computed at once."""
 
-    heads: int
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a layer asks of attention besides its tensors."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [heads]: one more logit in the softmax, with no value
+    begin: int  # position
+    end: int
+    keys: torch.Tensor  # [kv heads, keys, dim]
+    values: torch.Tensor
+    mask: torch.Tensor  # added to the logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,14 @@ class Span:
     row: int
     rows: int
     position: int
+    places: torch.Tensor | None = None  # [axes, rows]; None: counted from `position`
+
+    def positions(self, axes: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of its rows [axes, rows]."""
+        if self.places is not None:
+            return self.places.to(device)
+        counted = torch.arange(self.position, self.position + self.rows, device=device)
+        return counted.expand(axes, -1)
 
 
 class PackedCache(Cache):
@@ -64,29 +71,55 @@ class PackedCache(Cache):
 
     is_compileable = False
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, blank: torch.Tensor | None = None) -> None:
+        """`blank`: a row of encoder states [1, 1, width], where layers attend to some."""
         super().__init__(layers=[DummyLayer() for _ in range(num_layers)])
+        self._crossing = Crossing(num_layers)
+        self._pair = EncoderDecoderCache(self, self._crossing) if blank is not None else None
+        self._blank = blank
+        self.has_biases = False  # layers make a bias of the positions that they count
         self.num_calls = 0  # of attention, since the start
         self.num_rows = 0
         self._spans: list[Span] = []
         self._masks: dict[object, torch.Tensor] = {}
-        self._multiples: dict[HeadShape, int] = {}
+        self._multiples: dict[tuple[HeadShape, bool], int] = {}
         self._last: tuple[int, torch.Tensor] | None = None
+        self._axes = 1
 
-    def take(self, works: Sequence[Work], num_rows: int) -> None:
-        """Begin a call of `num_rows` rows; those after the works' own are filling."""
+    def take(self, works: Sequence[Work], num_rows: int, start: int = 0, end: int = 0) -> None:
+        """Begin a call of `num_rows` rows over layers [start, end); those after the works' own are filling.
+
+        Raises ValueError where sessions have positions of several numbers of axes.
+        """
         self._spans, row = [], 0
         for work in works:
-            self._spans.append(Span(work.cache, row, work.rows, work.position))
+            self._spans.append(Span(work.cache, row, work.rows, work.position, work.places))
             row += work.rows
+        self._axes = _num_axes(works)
         self.num_rows = num_rows
         self._masks.clear()
         self._last = None
+        if self._pair is not None:
+            memories = [memory for span in self._spans if (memory := span.cache.memory) is not None]
+            self._pair.is_updated = self._crossing.take(memories, start, end)
 
     def position_ids(self, _position: int, rows: int, device: torch.device) -> torch.Tensor:
-        """Return every row's position in its own session [1, rows]; filling stands at 0."""
-        places = [place for span in self._spans for place in range(span.position, span.position + span.rows)]
-        return torch.tensor([places + [0] * (rows - len(places))], device=device)
+        """Return every row's position in its own session, [1, rows] or [axes, 1, rows]; filling stands at 0."""
+        places = [span.positions(self._axes, device) for span in self._spans]
+        missing = rows - sum(span.rows for span in self._spans)
+        places.append(torch.zeros(self._axes, missing, dtype=torch.int64, device=device))
+        return as_position_ids(torch.cat(places, dim=1))
+
+    def for_model(self) -> Cache:
+        """Return what stock layers take for their cache."""
+        return self if self._pair is None else self._pair
+
+    def memory_states(self) -> torch.Tensor | None:
+        """Return the encoder states that keys are still to be made of [1, rows, width], a row of nothing for none."""
+        if self._blank is None:
+            return None
+        states = self._crossing.states()
+        return self._blank if states is None else states.to(self._blank)
 
     def begin(self, _position: int, _start: int, _end: int) -> None:
         """Nothing to get ready: sessions are told their positions with every write."""
@@ -107,8 +140,15 @@ class PackedCache(Cache):
         """Store [1, heads, rows, dim] in the sessions, and hand on the same tensors."""
         with unwatched():
             self._store(key_states, value_states, layer_idx)
+        if self.has_biases:
+            key_states = key_states[:, :, :1].expand(-1, -1, self._num_positions, -1)
         self._last = (layer_idx, key_states)
         return key_states, value_states
+
+    @property
+    def _num_positions(self) -> int:
+        """Of the longest session in the call, or what its rows would be one after the other."""
+        return max([self.num_rows, *(span.position + span.rows for span in self._spans)])
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         if key_states.shape[2] != self.num_rows:
@@ -136,29 +176,78 @@ class PackedCache(Cache):
         shape = HeadShape(query.shape[1], key.shape[1], query.shape[3], value.shape[3])
         multiple = self._multiple_for(shape, query.device)
         window = self._window(number, terms)
-        queries = query[0].float() * terms.scale  # [heads, rows, dim]
-        made = query.new_zeros(1, query.shape[2], shape.heads, shape.v_dim)
-        for span in self._spans:
+
+        def blocks(span: Span) -> Iterator[Block]:
             layer = _slab(span, number)
             assert layer.keys is not None
             assert layer.values is not None
-            for begin, end in _blocks(span.position, span.position + span.rows):
-                first, row = _first_key(begin, window), span.row + begin - span.position
-                stop = _block_end(begin)
-                block = _attend_block(
-                    queries.narrow(1, row, end - begin),
-                    layer.keys[0, :, first:stop].float(),
-                    layer.values[0, :, first:stop].float(),
-                    self._mask(begin, end - begin, window, shape, multiple, query.device),
+            for begin, end in blocks_of(span.position, span.position + span.rows):
+                first, stop = first_key(begin, window), block_end(begin)
+                mask = self._mask(begin, end - begin, window, shape, multiple, query.device)
+                if terms.bias is not None:
+                    mask = mask + block_bias(begin, end - begin, window, terms.bias, shape.kv_heads, multiple)
+                yield Block(begin, end, layer.keys[0, :, first:stop], layer.values[0, :, first:stop], mask)
+
+        return self._attend_blocks(query, blocks, shape.v_dim, multiple, terms)
+
+    def crossed_layer(self, key: torch.Tensor) -> int | None:
+        """Tell which layer's cross-attention asks with these keys; None: they are a session's own."""
+        return None if self._pair is None else self._crossing.layer_of(key)
+
+    def attend_memory(self, query: torch.Tensor, number: int, terms: Terms) -> torch.Tensor:
+        """Attend from [1, heads, rows, dim] to every session's own encoder states: [1, rows, heads, dim]."""
+        memories = [memory for span in self._spans if (memory := span.cache.memory) is not None]
+        keys, values = memories[0].crossed(number)
+        shape = HeadShape(query.shape[1], keys.shape[1], query.shape[3], values.shape[3])
+        multiple = self._multiple_for(shape, query.device, is_memory=True)
+
+        def blocks(span: Span) -> Iterator[Block]:
+            memory = span.cache.memory
+            assert memory is not None
+            keys, values = memory.crossed(number)
+            mask = self._memory_mask(memory.rows, query.device)
+            for begin, end in blocks_of(span.position, span.position + span.rows):
+                yield Block(begin, end, keys[0], values[0], mask)
+
+        return self._attend_blocks(query, blocks, shape.v_dim, multiple, terms)
+
+    def _attend_blocks(
+        self,
+        query: torch.Tensor,
+        blocks: Callable[[Span], Iterable[Block]],
+        v_dim: int,
+        multiple: int,
+        terms: Terms,
+    ) -> torch.Tensor:
+        queries = query[0].float() * terms.scale  # [heads, rows, dim]
+        made = query.new_zeros(1, query.shape[2], query.shape[1], v_dim)
+        for span in self._spans:
+            for block in blocks(span):
+                row, rows = span.row + block.begin - span.position, block.end - block.begin
+                attended = attend_block(
+                    queries.narrow(1, row, rows),
+                    block.keys.float(),
+                    block.values.float(),
+                    block.mask,
                     multiple,
                     terms,
                 )
-                made[0, row : row + end - begin] = block.transpose(0, 1)
+                made[0, row : row + rows] = attended.transpose(0, 1)
         return made
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are given to the layers, not counted by them."""
-        return 0
+        """Return 0: positions are given to the layers, not counted by them.
+
+        Where they count them for a bias, the call's rows are the last ones of the longest session: the last row's bias
+        is then that of every distance.
+        """
+        return self._num_positions - self.num_rows if self.has_biases else 0
+
+    def distances(self, position_bias: torch.Tensor) -> torch.Tensor:
+        """Return a layer's bias by distance [heads, distances], from its bias of every row [1, heads, rows, keys]."""
+        if not self.has_biases or position_bias.shape[-1] != self._num_positions:
+            raise NotInvariant("its layers bring a bias of their own to attention")
+        return position_bias[0, :, -1].float().flip(-1)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the rows of the call: masks are no part of it."""
@@ -168,10 +257,17 @@ class PackedCache(Cache):
         """Return what the layer says, or else what its kind of storage does: some leave the window to the mask."""
         return terms.window if terms.window is not None else _slab(self._spans[0], number).window
 
-    def _multiple_for(self, shape: HeadShape, device: torch.device) -> int:
-        if shape not in self._multiples:
-            self._multiples[shape] = find_multiple(shape, device)
-        return self._multiples[shape]
+    def _multiple_for(self, shape: HeadShape, device: torch.device, *, is_memory: bool = False) -> int:
+        key = shape, is_memory
+        if key not in self._multiples:
+            self._multiples[key] = find_multiple(shape, device, TRIED_MEMORY if is_memory else TRIED_BLOCKS)
+        return self._multiples[key]
+
+    def _memory_mask(self, rows: int, device: torch.device) -> torch.Tensor:
+        key = (rows, device)
+        if key not in self._masks:
+            self._masks[key] = unseen(rows, device)
+        return self._masks[key]
 
     def _mask(
         self,
@@ -208,13 +304,19 @@ def invariant_attention(
     packed = getattr(module, "packed_cache", None)
     if packed is None:
         raise NotInvariant("its attention modules do not tell their layer")
-    if attention_mask is not None or position_bias is not None:
-        raise NotInvariant("its layers bring a mask or a bias of their own to attention")
-    if is_causal is False or not getattr(module, "is_causal", True):
+    number = packed.crossed_layer(key)
+    if attention_mask is not None:
+        raise NotInvariant("its layers bring a mask of their own to attention")
+    if number is None and (is_causal is False or not getattr(module, "is_causal", True)):
         raise NotInvariant("its attention is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with unwatched():
-        return packed.attend(query, key, value, Terms(scale, sliding_window, softcap, s_aux)), None
+        if number is not None:
+            if position_bias is not None and bool(position_bias.any()):
+                raise NotInvariant("its layers bring a bias to an encoder's states")
+            return packed.attend_memory(query, number, Terms(scale, softcap=softcap, sinks=s_aux)), None
+        bias = None if position_bias is None else packed.distances(position_bias)
+        return packed.attend(query, key, value, Terms(scale, sliding_window, softcap, s_aux, bias)), None
 
 
 def use_invariant_attention(model: nn.Module, packed: PackedCache) -> None:
@@ -229,85 +331,15 @@ def use_invariant_attention(model: nn.Module, packed: PackedCache) -> None:
     for module in modules:
         if hasattr(module, "layer_idx"):
             module.packed_cache = packed
+            packed.has_biases |= bool(getattr(module, "has_relative_attention_bias", False))
 
 
-def find_multiple(shape: HeadShape, device: torch.device) -> int:
-    """Return the number of query rows, as small as may be, whose multiples agree. Raises `NotInvariant`."""
-    groups = shape.heads // shape.kv_heads
-    for multiple in MULTIPLES:
-        if multiple * groups >= MIN_PRODUCT_ROWS and _rows_agree(shape, multiple, device):
-            return multiple
-    raise NotInvariant(f"attention with {shape} depends on the number of rows, whatever is done")
-
-
-def block_mask(
-    begin: int, rows: int, window: int | None, groups: int, multiple: int, device: torch.device
-) -> torch.Tensor:
-    """Return what is added to the logits of `rows` rows from position `begin` on: 0, or -inf for what is unseen.
-
-    [groups * filled rows, keys]; the keys are those from `_first_key` to the end of the block.
-    """
-    filled = rows + -rows % multiple
-    places = torch.arange(begin, begin + filled).clamp(max=begin + rows - 1).unsqueeze(1)
-    keys = torch.arange(_first_key(begin, window), _block_end(begin))
-    unseen = keys > places
-    if window is not None:
-        unseen |= keys <= places - window
-    mask = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
-    return mask.repeat(groups, 1).to(device)
-
-
-def _attend_block(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    multiple: int,
-    terms: Terms,
-) -> torch.Tensor:
-    """Queries [heads, rows, dim], scaled; keys and values [kv heads, keys, dim]: [heads, rows, dim]."""
-    heads, rows, k_dim = queries.shape
-    missing = -rows % multiple
-    if missing:
-        queries = torch.cat([queries, queries[:, -1:].expand(heads, missing, k_dim)], dim=1)
-    folded = queries.reshape(keys.shape[0], -1, k_dim)  # [kv heads, groups * filled rows, dim]
-    if terms.softcap is None:
-        logits = torch.baddbmm(mask, folded, keys.transpose(1, 2))
-    else:
-        logits = torch.bmm(folded, keys.transpose(1, 2)).div_(terms.softcap).tanh_().mul_(terms.softcap)
-        logits += mask
-    sinks = terms.sinks
-    shares = torch.softmax(logits, dim=-1) if sinks is None else _softmax_with_sinks(logits, sinks)
-    return torch.bmm(shares, values).view(heads, rows + missing, -1)[:, :rows]
-
-
-def _softmax_with_sinks(logits: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Softmax of [kv heads, groups * rows, keys] with one more logit of each head; its share is dropped."""
-    kv_heads, rows, keys = logits.shape
-    more = logits.new_full((kv_heads, rows, BLOCK), float("-inf"))  # keeps every row's address a multiple
-    by_head = sinks.float().view(kv_heads, -1, 1)
-    more[:, :, 0] = by_head.expand(-1, -1, rows // by_head.shape[1]).reshape(kv_heads, rows)
-    return torch.softmax(torch.cat([logits, more], dim=-1), dim=-1)[:, :, :keys]
-
-
-def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut positions [begin, end) at multiples of `BLOCK`."""
-    while begin < end:
-        stop = min(_block_end(begin), end)
-        yield begin, stop
-        begin = stop
-
-
-def _block_end(position: int) -> int:
-    return (position // BLOCK + 1) * BLOCK
-
-
-def _first_key(position: int, window: int | None) -> int:
-    """Return the first key that is looked at from a position's block."""
-    if window is None:
-        return 0
-    block_begin = position // BLOCK * BLOCK
-    return max(block_begin - window + 1, 0) // BLOCK * BLOCK
+def _num_axes(works: Sequence[Work]) -> int:
+    """Return the axes of the positions in a call. Raises ValueError where sessions do not agree."""
+    axes = {len(work.places) for work in works if work.places is not None}
+    if len(axes) > 1:
+        raise ValueError(f"positions of {sorted(axes)} axes in one call")
+    return axes.pop() if axes else 1
 
 
 def _slab(span: Span, number: int) -> SlabLayer:
@@ -315,33 +347,3 @@ def _slab(span: Span, number: int) -> SlabLayer:
     if not isinstance(layer, SlabLayer):
         raise NotInvariant(f"layer {number} keeps something else than positions")
     return layer
-
-
-def _rows_agree(shape: HeadShape, multiple: int, device: torch.device) -> bool:
-    return all(
-        _rows_of_a_block_agree(shape, multiple, num_blocks * BLOCK, device) for num_blocks in TRIED_BLOCKS
-    )
-
-
-def _rows_of_a_block_agree(shape: HeadShape, multiple: int, length: int, device: torch.device) -> bool:
-    """Tell whether the last block of `length` positions gives every row what it gets alone."""
-    generator = torch.Generator().manual_seed(shape.heads)
-
-    def some(heads: int, rows: int, dim: int) -> torch.Tensor:
-        return torch.randn(heads, rows, dim, generator=generator).to(device)
-
-    queries = some(shape.heads, BLOCK, shape.k_dim) * shape.k_dim**-0.5
-    keys = some(shape.kv_heads, 2 * length, shape.k_dim)[:, :length]
-    values = some(shape.kv_heads, 2 * length, shape.v_dim)[:, :length]
-
-    def run(begin: int, end: int) -> torch.Tensor:
-        groups = shape.heads // shape.kv_heads
-        mask = block_mask(length - BLOCK + begin, end - begin, None, groups, multiple, device)
-        return _attend_block(queries[:, begin:end], keys, values, mask, multiple, Terms(1.0))
-
-    alone = torch.cat([run(row, row + 1) for row in range(BLOCK)], dim=1)
-    return all(
-        torch.equal(run(begin, end), alone[:, begin:end])
-        for begin in TRIED_BEGINS
-        for end in sorted({min(begin + count, BLOCK) for count in TRIED_COUNTS})
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slicing.batch import Runner, Work
 from slicing.ends import Parts, needed_parameters
 from slicing.miniature import CutReport, build_miniature, check_cut, config_digest
+from slicing.rotary_axes import rotary_axes
 from slicing.row_linear import NotInvariant
 from slicing.runner import PlainRunner
 from slicing.stacks import (
@@ -29,14 +30,14 @@ from slicing.stacks import (
     first_line,
     share_tensors,
 )
+from slicing.trial_sessions import NUM_SESSIONS, TrialSession
 
 ROW_MULTIPLES = (1, 2, 4, 8, 16, 32)  # loops over single numbers take their last few another way
 TOLERANCE = 1e-4  # of the largest logit, against the plain runner
-MAX_POSITIONS = 75  # of a trial session: more than two blocks of attention
-NUM_SESSIONS = 3
 OWN_ATTENTION = "its attention does not go through transformers' attention interface"
 SEED = 7
 NUM_ROWS = 40
+MEMORY_ROWS = (37, 300)  # an encoder's states of two sessions
 # How two sessions of `NUM_ROWS` rows come in a trial of the held layers: rows of each, a pair a call.
 SPLITS = (
     ((40, 0), (0, 40)),
@@ -56,12 +57,13 @@ class PackingRunner(Runner, Protocol):
         """Calls of the attention that was put in the place of the model's."""
 
 
-def check_class(
-    config: PretrainedConfig, make: Callable[[PreTrainedModel, Parts, CutReport], PackingRunner]
-) -> None:
+MakeRunner = Callable[[PreTrainedModel, Parts, CutReport], PackingRunner]
+
+
+def check_class(config: PretrainedConfig, make: MakeRunner) -> int:
     """Check a miniature of this configuration with runners from `make`; remembered.
 
-    Raises `NotInvariant`, or `CannotCut`.
+    Returns the most axes of positions that may travel with rows. Raises `NotInvariant`, or `CannotCut`.
     """
     key = config_digest(config)
     with _LOCK:
@@ -71,12 +73,13 @@ def check_class(
                 1
             )  # the miniature is too small for more: they would only wait for each other
             try:
-                _FOUND[key] = _reason(config, make)
+                _FOUND[key] = _try_class(config, make)
             finally:
                 torch.set_num_threads(num_threads)
-        reason = _FOUND[key]
-    if reason is not None:
-        raise NotInvariant(reason)
+        found = _FOUND[key]
+    if found.reason is not None:
+        raise NotInvariant(found.reason)
+    return found.max_axes
 
 
 def keeps_rows_apart(runner: Runner, stack: BlockStack) -> bool:
@@ -85,7 +88,8 @@ def keeps_rows_apart(runner: Runner, stack: BlockStack) -> bool:
     states = [
         torch.randn(NUM_ROWS, runner.hidden_size, generator=generator).to(runner.dtype) for _ in range(2)
     ]
-    token_ids = [torch.randint(runner.vocab_size, (NUM_ROWS,), generator=generator) for _ in range(2)]
+    shape = (NUM_ROWS, runner.num_streams) if runner.num_streams > 1 else (NUM_ROWS,)
+    token_ids = [torch.randint(runner.vocab_size, shape, generator=generator) for _ in range(2)]
     opening: Calls = lambda works: runner.run_opening_batch(works, end=0)  # noqa: E731
     closing: Calls = lambda works: runner.run_closing_batch(works, start=runner.num_layers)  # noqa: E731
     return (
@@ -120,6 +124,9 @@ def _in_splits(
 ) -> list[torch.Tensor]:
     """Return what every session got, its calls joined."""
     caches = [runner.new_cache() for _ in inputs]
+    for cache, rows in zip(caches, MEMORY_ROWS, strict=True) if runner.takes_memory else ():
+        states = torch.randn(rows, runner.hidden_size, generator=torch.Generator().manual_seed(rows))
+        cache.add_memory(states.to(runner.dtype))
     positions, made = [0] * len(inputs), [[] for _ in inputs]  # type: tuple[list[int], list[list[torch.Tensor]]]
     for split in splits:
         taking = [place for place, rows in enumerate(split) if rows]
@@ -133,26 +140,33 @@ def _in_splits(
     return [torch.cat(parts) for parts in made]
 
 
-def _reason(
-    config: PretrainedConfig, make: Callable[[PreTrainedModel, Parts, CutReport], PackingRunner]
-) -> str | None:
-    """Return why a class is refused, None when it holds."""
+@dataclass(frozen=True)
+class _Found:
+    """What the trial of a class found."""
+
+    reason: str | None  # why it is refused; None: it holds
+    max_axes: int = 0  # of positions that travel with rows
+
+
+def _try_class(config: PretrainedConfig, make: MakeRunner) -> _Found:
     report = check_cut(config)
     try:
         model = build_miniature(config)
         num_layers = len(find_stack(model))
-        report, parts = replace(report, num_layers=num_layers), Parts.whole(num_layers)
+        parts = Parts.whole(num_layers)
         plain = PlainRunner(_part(model, report, parts), parts, report)
         packing = make(_part(model, report, parts), parts, report)
-        _check_alone(plain, packing)
-        _check_mixed(packing)
+        sessions = [TrialSession.of(packing, number) for number in range(NUM_SESSIONS)]
+        _check_alone(plain, packing, sessions[:2])
+        _check_mixed(packing, sessions)
+        axes = _try_senses(plain, packing, sessions, report) if plain.max_axes else 0
     except NotInvariant as error:
-        return str(error)
+        return _Found(str(error))
     except CannotCut:
         raise
     except Exception as error:
-        return f"its forward fails over packed rows: {type(error).__name__}: {first_line(error)}"
-    return None
+        return _Found(f"its forward fails over packed rows: {type(error).__name__}: {first_line(error)}")
+    return _Found(None, axes)
 
 
 def _part(model: PreTrainedModel, report: CutReport, parts: Parts) -> PreTrainedModel:
@@ -161,39 +175,53 @@ def _part(model: PreTrainedModel, report: CutReport, parts: Parts) -> PreTrained
     return part
 
 
-def _check_alone(plain: PlainRunner, packing: PackingRunner) -> None:
-    """Compare one session with the plain runner."""
-    token_ids = _token_ids(packing, 0)
-    before = packing.num_attention_calls
-    mine = _run(packing, [Work(packing.new_cache(), token_ids, 0)])[0]
-    if packing.num_attention_calls - before != packing.num_layers:
-        raise NotInvariant(OWN_ATTENTION)
-    theirs = plain.run_whole(plain.new_cache(), token_ids, 0, keep=range(len(token_ids)))
-    difference = float((mine - theirs).abs().max() / theirs.abs().max())
-    if not difference <= TOLERANCE:
-        raise NotInvariant(
-            f"packed rows give other logits than the plain runner: by {difference:.1e} of the largest"
-        )
+def _check_alone(plain: PlainRunner, packing: PackingRunner, sessions: Sequence[TrialSession]) -> None:
+    """Compare sessions, each by itself, with the plain runner."""
+    for session in sessions:
+        before = packing.num_attention_calls
+        mine = _run(packing, [session.work(session.new_cache(packing))])[0]
+        called = packing.num_attention_calls - before
+        if not called or called % packing.num_layers:
+            raise NotInvariant(OWN_ATTENTION)
+        theirs = _run(plain, [session.work(session.new_cache(plain))])[0]
+        difference = float((mine - theirs).abs().max() / theirs.abs().max())
+        if not difference <= TOLERANCE:
+            raise NotInvariant(
+                f"packed rows give other logits than the plain runner: by {difference:.1e} of the largest"
+            )
 
 
-def _check_mixed(packing: PackingRunner) -> None:
+def _check_mixed(packing: PackingRunner, sessions: Sequence[TrialSession]) -> None:
     """Compare sessions alone, each at once, with the same in random company, pieces and second attempts."""
-    token_ids = [_token_ids(packing, number) for number in range(NUM_SESSIONS)]
-    alone = [_run(packing, [Work(packing.new_cache(), rows, 0)])[0] for rows in token_ids]
-    caches = [packing.new_cache() for _ in token_ids]
-    for steps in _schedule([len(rows) for rows in token_ids]):
-        works = [Work(caches[number], token_ids[number][begin:end], begin) for number, begin, end in steps]
+    alone = [_run(packing, [session.work(session.new_cache(packing))])[0] for session in sessions]
+    caches = [session.new_cache(packing) for session in sessions]
+    for steps in _schedule([session.length for session in sessions]):
+        works = [sessions[number].work(caches[number], begin, end) for number, begin, end in steps]
         for (number, begin, end), logits in zip(steps, _run(packing, works), strict=True):
-            if not torch.equal(logits, alone[number][begin:end]):
+            if not torch.equal(logits, sessions[number].rows(alone[number], begin, end)):
                 raise NotInvariant("the bits of a session change in the company of others")
+
+
+def _try_senses(
+    plain: PlainRunner, packing: PackingRunner, sessions: Sequence[TrialSession], report: CutReport
+) -> int:
+    """Try what comes of pictures and sounds: embeddings, and positions of several axes beside counted ones.
+
+    Returns the most axes that the model takes.
+    """
+    axes = rotary_axes(plain)
+    if report.form.takes_embeds:
+        sessions = [sessions[0], *(session.with_embeds(packing.hidden_size) for session in sessions[1:])]
+    sessions = [*sessions[:2], sessions[2].with_places(axes)]
+    _check_alone(plain, packing, sessions[1:])
+    _check_mixed(packing, sessions)
+    return axes
 
 
 def _run(runner: Runner, works: Sequence[Work]) -> list[torch.Tensor]:
     """Run everything: logits of all rows of each work."""
     states = runner.run_opening_batch(works, end=runner.num_layers)
-    closing = [
-        replace(work, inputs=rows, keep=range(work.rows)) for work, rows in zip(works, states, strict=True)
-    ]
+    closing = [replace(work, inputs=rows) for work, rows in zip(works, states, strict=True)]
     return runner.run_closing_batch(closing, start=runner.num_layers)
 
 
@@ -213,10 +241,5 @@ def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
             yield steps
 
 
-def _token_ids(runner: Runner, seed: int) -> torch.Tensor:
-    length = min(MAX_POSITIONS, runner.max_positions)
-    return torch.randint(4, runner.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
-
-
 _LOCK = Lock()
-_FOUND: dict[bytes, str | None] = {}
+_FOUND: dict[bytes, _Found] = {}

@@ -17,6 +17,8 @@ from slicing.fast.recipe import ModelRecipe, NotComposable
 from slicing.fast.runner import FastRunner
 from slicing.fast.skeleton import Skeleton
 from slicing.miniature import STEPS, config_digest
+from slicing.model_kind import ModelKind, kind_of
+from slicing.rotary_axes import rotary_axes
 from slicing.runner import PlainRunner, max_positions
 
 TOLERANCE = 1e-4  # of the largest value, in float32: sums in another order
@@ -61,6 +63,24 @@ def check_miniature(learned: Learned) -> None:
         _compare(mine, theirs, TOLERANCE, f"the miniature's logits at position {position}")
         if not torch.equal(mine.argmax(-1), theirs.argmax(-1)) and _is_decided(theirs):
             raise NotComposable(f"the miniature's composed form draws other tokens at position {position}")
+    if kind_of(model.config) is ModelKind.MULTIMODAL:
+        _check_senses(fast, plain)
+
+
+def _check_senses(fast: FastRunner, plain: PlainRunner) -> None:
+    """Refuse what pictures and sounds bring and the fast form has not: positions that are not counted.
+
+    Input embeddings are compared, too: it takes them for the hidden states themselves.
+    """
+    if rotary_axes(plain) > 1:
+        raise NotComposable("its rows stand at positions of several axes, where kernels count them")
+    embeds = torch.randn(LAYER_STEPS[0][1], plain.hidden_size, generator=torch.Generator().manual_seed(SEED))
+    _compare(
+        _logits(fast, fast.new_cache(), embeds, 0),
+        _logits(plain, plain.new_cache(), embeds, 0),
+        TOLERANCE,
+        "the miniature's logits of embeddings",
+    )
 
 
 def check_layers(
@@ -99,6 +119,7 @@ def _compare(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: s
 def _logits(
     runner: FastRunner | PlainRunner, cache: object, token_ids: torch.Tensor, position: int
 ) -> torch.Tensor:
+    """Run what an opening takes: logits of every row."""
     states = runner.run_opening(cache, token_ids, position, end=runner.num_layers)
     every: Sequence[int] = range(len(token_ids))
     return runner.run_closing(cache, states, position, start=runner.num_layers, keep=list(every))

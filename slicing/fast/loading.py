@@ -68,8 +68,7 @@ def load_fast(
     """
     from slicing.fast.check import check_layers, learn_checked
 
-    if (kind := kind_of(checkpoint.config)) is not ModelKind.TEXT:
-        raise NotComposable(f"its kernels are for text models, this is one of kind {kind}")
+    _refuse_kind(checkpoint.config)
     recipe = learn_checked(checkpoint.config)
     is_bfloat16 = (
         checkpoint.dtype == torch.bfloat16
@@ -82,6 +81,13 @@ def load_fast(
     check_layers(fast, source, skeleton, form, form == "fp32" or is_bfloat16)
     give_back_freed_memory()
     return fast
+
+
+def _refuse_kind(config: PretrainedConfig) -> None:
+    """Refuse a kind of model that the kernels are not for. Raises `NotComposable`."""
+    kind = kind_of(config)
+    if kind not in (ModelKind.TEXT, ModelKind.MULTIMODAL):
+        raise NotComposable(f"its kernels are for text models, this is one of kind {kind}")
 
 
 def build_runner(

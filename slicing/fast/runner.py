@@ -128,10 +128,18 @@ class FastRunner(SingleCalls):
     def run_opening_batch(
         self, works: Sequence[Work], *, end: int, is_cancelled: IsCancelled | None = None
     ) -> list[torch.Tensor]:
-        """Embed token ids [rows] (int64) and run layers [0, end): hidden states [rows, hidden] of each work."""
+        """Embed token ids [rows] (int64) and run layers [0, end): hidden states [rows, hidden] of each work.
+
+        Input embeddings [rows, width] are taken as they are.
+        """
         assert self.parts.opening, "this runner does not hold the opening end"
         self._check(works, 0, end)
-        embedded = [self._opening.embed(work.inputs, work.position) for work in works]
+        embedded = [
+            _floats(work.inputs)
+            if work.inputs.is_floating_point()
+            else self._opening.embed(work.inputs, work.position)
+            for work in works
+        ]
         if end == 0:
             return embedded
         return self._run(works, embedded, 0, end, is_cancelled)
@@ -264,6 +272,8 @@ class FastRunner(SingleCalls):
 
     def _check(self, works: Sequence[Work], start: int, end: int) -> None:
         assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
+        if any(work.places is not None for work in works):
+            raise ValueError("positions are counted: rows bring none of their own")
         if start == end:
             return
         slots = self._composition.slot_range(start, end)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slicing import row_linear
-from slicing.attention import BLOCK, HeadShape, block_mask, find_multiple
+from slicing.attention_blocks import BLOCK, HeadShape, block_mask, find_multiple
 from slicing.batch import Work
 from slicing.invariant import InvariantRunner, NotInvariant
 from slicing.kv_cache import KVCache

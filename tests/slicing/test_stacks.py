@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BartConfig, T5Config
+from transformers import BartConfig, T5Config, ViTConfig
 
 from slicing.shrink import num_layers_of_one_period
 from slicing.stacks import (
@@ -82,9 +82,17 @@ def test_one_period_holds_every_change_of_kind() -> None:
     assert num_layers_of_one_period(list("aaaaaaac")) == 8
 
 
-def test_a_config_without_a_causal_model_is_refused() -> None:
-    with pytest.raises(CannotCut, match="T5Config"):
-        build_weightless(T5Config(), torch.float32)
+def test_a_config_that_no_class_answers_for_is_refused() -> None:
+    with pytest.raises(CannotCut, match="no causal language model from a ViTConfig"):
+        build_weightless(ViTConfig(), torch.float32)
+
+
+def test_of_an_encoder_decoder_the_decoder_is_cut_though_the_encoder_is_longer() -> None:
+    config = T5Config(
+        d_model=16, d_kv=8, d_ff=16, num_heads=2, num_layers=6, num_decoder_layers=3, vocab_size=32
+    )
+    stack = find_stack(build_weightless(config, torch.float32))
+    assert (stack.name, len(stack)) == ("decoder.block", 3)
 
 
 def test_a_model_without_a_list_of_that_length_is_refused() -> None:
