@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test netns chaos deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi format clean
+.PHONY: install up test netns chaos browser deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi format clean
 
 install: $(STAMP)
 
@@ -53,6 +53,10 @@ netns: install
 chaos: install
 	$(BIN)/pytest -m chaos
 	$(BIN)/python -m tests.chaos.soak --requests $(REQUESTS)
+
+# The page in a real browser: Debian's chromium, or what CHROMIUM names. Pictures of it are kept in $$BROWSER_PICTURES.
+browser: install
+	$(BIN)/pytest -v -m browser tests/browser
 
 # What deploy/ and compose.yaml say, against real tools: Prometheus over a live swarm, compose in namespaces, schemas.
 # As root, with the packages prometheus, npm, curl, wget and iproute2; each test says what it lacks. Four minutes.

@@ -110,6 +110,8 @@ def host(
         float | None,
         typer.Option("--drain", min=0, help="Seconds that running sessions get when leaving. Left out: 30."),
     ] = None,
+    metrics: opt.MetricsOption = None,
+    metrics_open: opt.MetricsOpenOption = False,
     cache_dir: opt.CacheDirOption = None,
     state_dir: opt.StateDirOption = None,
     events: opt.EventsOption = opt.Events.TEXT,
@@ -157,6 +159,8 @@ def host(
             "is_sentinel": sentinel,
             "state_dir": state_dir or (default_state_dir() if key else None),  # an id for once leaves nothing
             "pad": pad,
+            "metrics": metrics,
+            "metrics_open": metrics_open,
             "dtype": dtype.value,
             "weights": weights.value,
             "runner": runner.value,
@@ -167,6 +171,8 @@ def host(
         }
     )
     check_listen(settings.listen.host, settings.listen.port)
+    if settings.metrics is not None:
+        check_listen(settings.metrics.host, settings.metrics.port, "--metrics")
     with RunFile(state_dir or default_state_dir(), "host") as run_file:
         if run_file.trouble:
             show.note(run_file.trouble)

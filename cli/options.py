@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
@@ -100,7 +100,8 @@ ModelOption = Annotated[
     str,
     typer.Option(
         "--model",
-        help="Hub id, folder, .gguf file, or `smollm2`, which needs no hub; a diffusers pipeline too.",
+        help="Hub id, folder, .gguf file, a diffusers pipeline, or a short name that needs no hub: `smollm2`, "
+        "`all-minilm-l6-v2` (embeddings), `whisper-tiny.en` (transcriptions).",
     ),
 ]
 EndsOption = Annotated[Ends, typer.Option("--ends", help=ENDS_HELP)]
@@ -196,7 +197,29 @@ UntilEofOption = Annotated[
     bool,
     typer.Option("--until-eof", help="Stop when standard input ends: for a supervisor that may be killed."),
 ]
+ImagesOption = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="A picture that the question is about. Repeatable."),
+]
+AudiosOption = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", metavar="FILE", help="A recording that the question is about. Repeatable."),
+]
 PadOption = Annotated[bool, typer.Option("--pad", help="Pad messages, so that their sizes tell less.")]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="Serve /metrics for Prometheus, and /health, over HTTP. Left out: nowhere.",
+    ),
+]
+MetricsOpenOption = Annotated[
+    bool,
+    typer.Option(
+        "--metrics-open", help="Serve them on an address that others can reach: who gets there reads them."
+    ),
+]
 CacheDirOption = Annotated[
     Path | None, typer.Option("--cache-dir", help="Where converted models and measurements are kept.")
 ]
@@ -341,7 +364,7 @@ def use_threads(num_threads: int | None) -> None:
         os.environ.update(thread_environment(num_threads))
 
 
-def messages_of(prompt: str, system: str | None) -> tuple[dict[str, str], ...]:
-    """A conversation that begins with this prompt."""
-    opening: Sequence[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    return (*opening, {"role": "user", "content": prompt})
+def messages_of(content: str | list[dict[str, Any]], system: str | None) -> tuple[dict[str, Any], ...]:
+    """A conversation that begins with this message."""
+    opening: Sequence[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    return (*opening, {"role": "user", "content": content})

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -22,8 +22,9 @@ from cli.state import RunFile, default_state_dir
 from cli.telling import Teller
 
 if TYPE_CHECKING:
+    from node.settings import HostPort
     from routing.identity import Identity
-    from routing.network import NetworkSettings
+    from routing.network import Network, NetworkSettings
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 
@@ -59,6 +60,8 @@ def sentinel(
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
     allow_file: opt.AllowFileOption = None,
+    metrics: opt.MetricsOption = None,
+    metrics_open: opt.MetricsOpenOption = False,
     state_dir: opt.StateDirOption = None,
     events: opt.EventsOption = opt.Events.TEXT,
     until_eof: opt.UntilEofOption = False,
@@ -94,6 +97,7 @@ def sentinel(
         allow=read_allow_list(allow_file, membership, bootstraps),
         moved=live_move(key_file, identity),
     )
+    place = _metrics_place(metrics, is_open=metrics_open)
     _check_port(settings)
     teller = Teller(events)
     with RunFile(state, "sentinel", identity.node_id.hex()) as run_file:
@@ -104,17 +108,25 @@ def sentinel(
             run_file.note(event)
             teller.tell(event)
 
-        run_fast(run_until_signal(run_sentinel(identity, settings, on_event)))
+        run_fast(run_until_signal(run_sentinel(identity, settings, on_event, metrics=place)))
     show.note("stopped")
 
 
-async def run_sentinel(identity: Identity, settings: NetworkSettings, on_event: OnEvent) -> None:
-    """Serve until cancelled; then say goodbye and close every link. Raises `SettingsError` or `LinkError`."""
+async def run_sentinel(
+    identity: Identity, settings: NetworkSettings, on_event: OnEvent, *, metrics: HostPort | None = None
+) -> None:
+    """Serve until cancelled; then say goodbye and close every link. Raises `SettingsError` or `LinkError`.
+
+    `metrics` is where to serve what Prometheus asks for.
+    """
     from routing.network import Network
     from routing.types import NodeAddress
 
     network = Network(identity, settings)
-    try:
+    async with AsyncExitStack() as stack:
+        if metrics is not None:
+            await stack.enter_async_context(_exported(network, metrics, on_event))
+        stack.push_async_callback(_closed, network, on_event)
         bound = await network.start()
         assert bound is not None, "a sentinel listens"
         address = NodeAddress(identity.node_id, *told_place(settings.public_addr, bound))
@@ -126,9 +138,43 @@ async def run_sentinel(identity: Identity, settings: NetworkSettings, on_event: 
                 await asyncio.Event().wait()
             finally:
                 await network.leave()
-    finally:
-        await network.close()
-        on_event({"event": "stopped"})
+
+
+async def _closed(network: Network, on_event: OnEvent) -> None:
+    await network.close()
+    on_event({"event": "stopped"})
+
+
+@asynccontextmanager
+async def _exported(network: Network, place: HostPort, on_event: OnEvent) -> AsyncIterator[None]:
+    """Serve metrics while inside."""
+    from node import events
+    from node.exporter import SERVING, exporting
+    from node.metrics import LOADING, MemberMetrics
+
+    exported = MemberMetrics("sentinel")
+    exported.watch_network(network)
+    exported.know_state(lambda: LOADING if network.bound is None else SERVING)
+    async with exporting(place, exported) as bound:
+        on_event(events.metrics(bound))
+        yield
+
+
+def _metrics_place(text: str | None, *, is_open: bool) -> HostPort | None:
+    """Where to serve metrics; says in the flags' words what is wrong with it."""
+    if text is None:
+        return None
+    from cli.ports import check_listen
+    from node.settings import HostPort, check_metrics
+
+    host, port = opt.parse_host_port(text, "--metrics")
+    place = HostPort(host=host, port=port)
+    try:
+        check_metrics(place, is_open=is_open)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--metrics'") from None
+    check_listen(host, port, "--metrics")
+    return place
 
 
 def told_place(public_addr: tuple[str, int] | None, bound: tuple[str, int]) -> tuple[str, int]:

@@ -38,6 +38,8 @@ class Teller:
             case {"event": "measured", "form": form, "threads": threads, "layer_ms": layer_ms}:
                 plural = "" if threads == 1 else "s"
                 return f"computes {form} on {threads} thread{plural}, {layer_ms:.2f} ms a layer"
+            case {"event": "metrics", "url": url}:
+                return f"metrics are at {url}"
             case {"event": "ready", "role": "sentinel", "address": address}:
                 return str(address)
             case {"event": "ready", "address": "", "layers": layers}:

@@ -17,6 +17,7 @@ from cli import sentinel as command
 from cli.membership import network_id
 from cli.ports import bind_loopback
 from cli.sentinel import run_sentinel, told_place
+from node.settings import HostPort
 from routing.identity import Identity
 from routing.network import NetworkSettings
 from tests.cli.conftest import Diffuse
@@ -29,8 +30,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The identity and settings that a sentinel starts with."""
     seen: list[Any] = []
 
-    async def run(identity: Identity, settings: NetworkSettings, on_event: Any) -> None:
-        seen.extend((identity, settings))
+    async def run(
+        identity: Identity, settings: NetworkSettings, on_event: Any, *, metrics: HostPort | None
+    ) -> None:
+        seen.extend((identity, settings) if metrics is None else (identity, settings, metrics))
         on_event(
             {"event": "ready", "role": "sentinel", "address": f"{identity.node_id.hex()}@192.0.2.1:7000"}
         )
@@ -46,6 +49,18 @@ def test_a_sentinel_prints_one_line_to_pass_on(diffuse: Diffuse, started: list[A
     assert result.stdout == f"{identity.node_id.hex()}@192.0.2.1:7000\n"
     assert settings.is_sentinel
     assert settings.listen == LOOPBACK
+
+
+def test_metrics_are_served_where_the_flag_says(diffuse: Diffuse, started: list[Any]) -> None:
+    assert diffuse("sentinel", "--metrics", "[::1]:0").exit_code == 0
+    assert started[2] == HostPort(host="::1", port=0)
+
+
+def test_metrics_that_others_could_read_want_a_word(diffuse: Diffuse, started: list[Any]) -> None:
+    result = diffuse("sentinel", "--metrics", "0.0.0.0:0")
+    assert result.exit_code == 2
+    assert "--metrics-open" in result.stderr
+    assert diffuse("sentinel", "--metrics", "0.0.0.0:0", "--metrics-open").exit_code == 0
 
 
 def test_a_sentinel_is_the_same_one_after_a_restart(

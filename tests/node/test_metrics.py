@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
+from node import exporter
 from node.exporter import SERVING, exporting
 from node.metrics import MemberMetrics
 from node.settings import HostPort
@@ -149,6 +150,20 @@ async def test_bytes_that_are_no_http_end_their_own_connection_only() -> None:
                 async with asyncio.timeout(5):
                     await reader.read()
             writer.close()
+        assert (await get(f"http://{host}:{port}/live")).status_code == 200
+
+
+async def test_who_only_holds_a_connection_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "HEAD_TIMEOUT_S", 0.5)
+    async with exporting(FREE, MemberMetrics("node")) as (host, port):
+        held = [await asyncio.open_connection(host, port) for _ in range(exporter.MAX_CONNECTIONS + 8)]
+        for _, writer in held:
+            writer.write(b"GET /live HTT")
+        assert (await get(f"http://{host}:{port}/live")).status_code == 503
+        async with asyncio.timeout(10):
+            for reader, writer in held:
+                assert await reader.read() == b""
+                writer.close()
         assert (await get(f"http://{host}:{port}/live")).status_code == 200
 
 
