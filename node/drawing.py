@@ -12,15 +12,24 @@ import numpy as np
 import torch
 
 from routing.errors import ErrorCode, ProtocolError
-from routing.types import AnswerKind, HopEntry
+from routing.types import NO_TOKEN, AnswerKind, HopEntry
 from slicing.batch import Runner
 from slicing.sampler import Sampler, SamplingParams
 from slicing.streams import StreamSampler
+from slicing.token_scores import likeliest
 
 NUM_CANDIDATES = 8  # DESIGN decision 1
 CANDIDATE = np.dtype([("id", "<u4"), ("logit", "<f4")])  # payloads are little endian, like the hidden states
 GREEDY = {"params": {"temperature": 0.0}}
 SHORT_VOCABULARY = 1 << 16  # ids of several streams are two bytes each up to here
+MAX_LOGPROBS = 20  # likely tokens that are told beside a drawn one
+
+
+class ScoringSampler(Sampler):
+    """Of a session that also wants to know how likely drawn tokens are, and `num_logprobs` others beside each."""
+
+    num_logprobs: int = 0
+
 
 AnySampler = Sampler | StreamSampler
 
@@ -35,6 +44,8 @@ def new_sampler(runner: Runner, entry: HopEntry) -> AnySampler | None:
     try:
         asked: Mapping[str, Any] = entry.sampling or GREEDY
         params = SamplingParams.from_map(asked["params"])
+        if asked.get("num_logprobs") is not None:
+            return _scoring_sampler(params, runner.vocab_size, asked, entry)
         if entry.branches == entry.streams == 1:
             return Sampler(params, runner.vocab_size, tuple(asked.get("prompt_ids", ())))
         return StreamSampler(params, runner.vocab_size, num_streams=entry.streams, branches=entry.branches)
@@ -44,7 +55,8 @@ def new_sampler(runner: Runner, entry: HopEntry) -> AnySampler | None:
 
 def kind_of_answer(sampler: AnySampler) -> AnswerKind:
     """What `draw` makes."""
-    return AnswerKind.CANDIDATES if sampler.params.is_greedy else AnswerKind.TOKEN_IDS
+    is_listed = sampler.params.is_greedy or isinstance(sampler, ScoringSampler)
+    return AnswerKind.CANDIDATES if is_listed else AnswerKind.TOKEN_IDS
 
 
 def draw(sampler: AnySampler, logits: torch.Tensor, position: int) -> bytes:
@@ -60,6 +72,8 @@ def draw(sampler: AnySampler, logits: torch.Tensor, position: int) -> bytes:
 
 
 def _draw_one(sampler: Sampler, logits: torch.Tensor, position: int) -> bytes:
+    if isinstance(sampler, ScoringSampler):
+        return _draw_scored(sampler, logits, position)
     if sampler.params.is_greedy:
         ids, values = sampler.shortlist(logits, NUM_CANDIDATES)
         sampler.observe(int(ids[0]))
@@ -67,6 +81,28 @@ def _draw_one(sampler: Sampler, logits: torch.Tensor, position: int) -> bytes:
     token_id = sampler.sample(logits, position)
     sampler.observe(token_id)
     return pack_ids([token_id], sampler.vocab_size)
+
+
+def _draw_scored(sampler: ScoringSampler, logits: torch.Tensor, position: int) -> bytes:
+    """The drawn id with its logit, the log-sum-exp of all, and the likeliest: all of the model's own logits."""
+    token_id = sampler.sample(logits, position)
+    sampler.observe(token_id)
+    best, values, total = likeliest(logits, sampler.num_logprobs)
+    return pack_candidates(
+        torch.tensor([token_id, NO_TOKEN, *best]), torch.tensor([float(logits[token_id]), total, *values])
+    )
+
+
+def _scoring_sampler(
+    params: SamplingParams, vocab_size: int, asked: Mapping[str, Any], entry: HopEntry
+) -> ScoringSampler:
+    """Raises ValueError for a number that is none, or a session of several streams."""
+    number = asked["num_logprobs"]
+    if type(number) is not int or not 0 <= number <= MAX_LOGPROBS or entry.branches * entry.streams > 1:
+        raise ValueError("num_logprobs")
+    sampler = ScoringSampler(params, vocab_size, tuple(asked.get("prompt_ids", ())))
+    sampler.num_logprobs = number
+    return sampler
 
 
 def _draw_streams(sampler: StreamSampler, logits: torch.Tensor, position: int) -> bytes:

@@ -92,9 +92,11 @@ class HeldSlice:
             raise ProtocolError(ErrorCode.TOO_BIG, text)
         has_end, has_memory = entry.run_opening or entry.run_closing, bool(entry.memory_rows)
         needs_memory = layers.takes_memory and entry.start < entry.end
+        shares_calls = layers.max_works > 1  # in which all positions have as many axes
         problems = {
             "memory": (needs_memory and not has_memory) or (has_memory and not layers.takes_memory),
-            "axes": entry.axes > layers.max_axes,
+            "axes": entry.axes > layers.max_axes or (shares_calls and entry.axes not in (0, layers.max_axes)),
+            "branches": entry.branches > layers.max_branches,
             "streams": has_end and entry.streams != layers.num_streams,
         }
         if wrong := [name for name, is_wrong in problems.items() if is_wrong]:

@@ -172,6 +172,10 @@ def measure_slice(settings: NodeSettings, read: ReadSlice, report: LoadReport) -
 def loaded_slice(read: ReadSlice, threads: int, layer_ms: float, head_ms: float) -> LoadedSlice:
     """What others may be offered of a slice that was read and measured."""
     runner = read.runner
+    if not isinstance(runner, BlockRange):
+        runner.memory_bytes(
+            1
+        )  # measured now, where it is computed: asked for at an Open, it would stop all links
     offer = _offer(read.checkpoint, runner, read.spec, read.parts, layer_ms)
     held = HeldSlice(
         cast(Any, runner),  # blocks take calls, not rows: see `HeldSlice`

@@ -25,9 +25,7 @@ class MemorySteps:
             return
         if self._first_other:
             raise WorkError(ErrorCode.STEP, "memory after the session's first step")
-        if self.rows + step.rows > entry.memory_rows:
-            text = f"{self.rows + step.rows} rows of memory where {entry.memory_rows} were to come"
-            raise ProtocolError(ErrorCode.TOO_BIG, text)
+        check_rows(self.rows + step.rows, entry)
 
     def accept(self, step: Step) -> None:
         """Count a step that was judged."""
@@ -43,3 +41,10 @@ class MemorySteps:
             self.rows -= self._steps.pop()[1]
         if self._first_other >= number:
             self._first_other = 0
+
+
+def check_rows(num_rows: int, entry: HopEntry) -> None:
+    """Refuse more memory than a session asked for. Raises ProtocolError."""
+    if num_rows > entry.memory_rows:
+        text = f"{num_rows} rows of memory where {entry.memory_rows} were to come"
+        raise ProtocolError(ErrorCode.TOO_BIG, text)

@@ -31,13 +31,13 @@ from node.session_table import SessionTable
 from node.slice_table import SliceTable
 from node.stats import NodeStats
 from node.step_flow import StepFlow, hop_lost
-from node.step_job import new_cache
 from routing import wire
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, ProtocolError, RemoteError, SecurityError, WorkError
 from routing.link import Link
 from routing.sealing import LEAVE
 from routing.types import Cancel, HopEntry, NodeAddress, Open, Opened, Resumed
+from slicing.branches import new_cache
 from slicing.kept_caches import Fork
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Openings:
             if fork is not None:
                 fork.give_up()
             raise
-        return ForkedState(new_cache(held.layers, entry), sampler, fork=fork)
+        return ForkedState(new_cache(held.layers, entry.branches), sampler, fork=fork)
 
     def _admitted_calls(self, link: Link, entry: HopEntry, held: HeldSlice) -> CallState:
         try:

@@ -27,8 +27,6 @@ MAX_SESSIONS = (
 )
 MAX_SESSIONS_PER_PEER = 128  # half of the places: one neighbour alone cannot fill the node
 MAX_IDLE_TIMEOUT_S = 600  # a gateway may ask for less; memory is not held longer for a silent one
-MAX_PENDING_STEPS = 64  # steps of one session accepted and not yet sent on: 16 times a window of 4
-MAX_PENDING_BYTES = 128 << 20  # the same in bytes: "per peer in flight" of transport.md 5.6
 DEFAULT_OVERHEAD = 0.6  # of the memory that is free: the rest is the machine owner's
 DEFAULT_DRAIN_S = 30.0  # a short answer ends well within it; a longer one is continued elsewhere
 

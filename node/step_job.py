@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from node.drawing import AnySampler, draw, kind_of_answer
+from node.memory_steps import check_rows
 from node.session import Attempt, Session
 from node.step_rows import (
     checked,
@@ -31,7 +32,6 @@ from routing.frames import join_payload, memory_wire, split_payload
 from routing.types import Answer, AnswerKind, Buffer, HopEntry, HopTrace, Step, StepFlag, Want
 from slicing.batch import Cache, Runner, Work
 from slicing.batching import MAX_DECODE_ROWS, Dropped, Lane
-from slicing.branches import BranchedCache
 from slicing.runner import Cancelled, CannotRollBack
 
 logger = logging.getLogger(__name__)
@@ -67,12 +67,6 @@ class ComputeState:
                 self.drawn_for.pop()
             if self.sampler is not None:
                 self.sampler.truncate(len(self.drawn_for))
-
-
-def new_cache(runner: Runner, entry: HopEntry) -> Cache:
-    """Empty keys and values of a session: of each of its branches."""
-    caches: list[Cache] = [runner.new_cache() for _ in range(entry.branches)]
-    return caches[0] if entry.branches == 1 else BranchedCache(caches)
 
 
 @dataclass(slots=True, eq=False)
@@ -157,21 +151,27 @@ class StepJob:
         step, entry, first = self.step, self.entry, self._first_row
         self.state.rewind(self.position)
         inputs = decode_rows(step, entry, self.runner, first, rows)
-        places = decode_places(step, entry, first, rows)
+        places = decode_places(step, entry, self.runner, first, rows)
         keep = self._kept(rows) if entry.run_closing else None
         return Work(self.state.cache, inputs, self.position, keep, places)
 
     def _take_memory(self) -> None:
-        """Keep rows of memory and pass them on; those that come again are passed on only."""
-        step, entry = self.step, self.entry
+        """Keep rows of memory and pass them on; those that come again are passed on only.
+
+        Raises ProtocolError for more than was to come: what was undone may come again under other numbers.
+        """
+        step, entry, cache = self.step, self.entry, self.state.cache
         states = decode_memory(step, entry, self.runner)
+        is_new = step.step > self.state.memory_step
+        if is_new:
+            check_rows(cache.memory_rows + step.rows, entry)
         if entry.next_hop is not None:
             payload = in_wire(step.payload, step.rows, 0, memory_wire(entry.wire_in), entry.wire_out)
             self.output = self._step_onward(payload)
         elif step.want is not Want.NONE:
             self.output = self._answer(b"", AnswerKind.HIDDEN_STATES, (), 0)
-        if step.step > self.state.memory_step:
-            self.state.cache.add_memory(states)
+        if is_new:
+            cache.add_memory(states)
             self.state.memory_step = step.step
         self.rows = 0
 

@@ -59,18 +59,19 @@ def decode_rows(step: Step, entry: HopEntry, runner: Runner, first: int, rows: i
     return ids if entry.streams > 1 else ids.reshape(-1)
 
 
-def decode_places(step: Step, entry: HopEntry, first: int, rows: int) -> torch.Tensor | None:
+def decode_places(step: Step, entry: HopEntry, runner: Runner, first: int, rows: int) -> torch.Tensor | None:
     """Rotary positions [axes, rows] (int64) of rows from `first` on; None where they follow from the step's.
 
-    Raises ProtocolError or WorkError for positions before the first.
+    Raises ProtocolError or WorkError for positions that the model does not have.
     """
     if not entry.axes:
         return None
     _, positions = split_payload(step.payload, step.rows, entry.axes)
     all_rows = np.frombuffer(positions, dtype="<i4").reshape(entry.axes, step.rows)
     places = torch.from_numpy(all_rows[:, first : first + rows].astype(np.int64))
-    if int(places.min()) < 0:
-        raise _at_fault(entry.hop, "rotary positions below zero")
+    if int(places.min()) < 0 or int(places.max()) >= runner.max_positions:
+        # A table of positions on a GPU would take the process down, and some scale what others see to the furthest.
+        raise _at_fault(entry.hop, f"rotary positions outside 0 to {runner.max_positions - 1}")
     return places
 
 

@@ -413,7 +413,7 @@ class Chain:
         """Nothing needs to be sent for what every node holds."""
         self.num_held = live.opened.result()
         self._recording = Recording()
-        self._recording.leave_out(self.num_held, HELD_ROWS, live.wires[0])
+        self._recording.leave_out(self.num_held, HELD_ROWS, live.wires[0], axes=self._options.axes)
         if self._beginning is not None and live.keys.prefixes:
             self._beginning.note_held(context_of(live.route, live.wires), self.num_held)
 

@@ -136,12 +136,12 @@ class Recording:
         """Whether any step was sent."""
         return self._has_forgotten or (bool(self._steps) and not self._steps[-1].is_held)
 
-    def leave_out(self, num_positions: int, rows: int, wire: WireDtype) -> None:
+    def leave_out(self, num_positions: int, rows: int, wire: WireDtype, *, axes: int = 0) -> None:
         """Begin with steps of so many rows that need not be sent, since every node holds their positions."""
         assert not self._steps
         for start in range(0, num_positions, rows):
-            step = RecordedStep(start, min(rows, num_positions - start), b"", wire, Want.NONE, is_held=True)
-            self.add(step)
+            count = min(rows, num_positions - start)
+            self.add(RecordedStep(start, count, b"", wire, Want.NONE, is_held=True, axes=axes))
 
     def forget(self, step: RecordedStep) -> None:
         """No route needs this step any more: a call of blocks that was answered, or that cannot be made again."""

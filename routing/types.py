@@ -57,6 +57,9 @@ class StepFlag(IntFlag):
     MEMORY = 32  # rows of encoder states that belong to the session: no positions, before its first token, never undone
 
 
+NO_TOKEN = 0xFFFF_FFFF  # where an id is due and none is meant: no vocabulary is so large
+
+
 class AnswerKind(IntEnum):
     """What the payload of an answer holds."""
 

@@ -114,11 +114,11 @@ class PackedCache(Cache):
         """Return what stock layers take for their cache."""
         return self if self._pair is None else self._pair
 
-    def memory_states(self) -> torch.Tensor | None:
+    def memory_states(self, device: torch.device) -> torch.Tensor | None:
         """Return the encoder states that keys are still to be made of [1, rows, width], a row of nothing for none."""
         if self._blank is None:
             return None
-        states = self._crossing.states()
+        states = self._crossing.states(device)
         return self._blank if states is None else states.to(self._blank)
 
     def begin(self, _position: int, _start: int, _end: int) -> None:

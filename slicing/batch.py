@@ -93,6 +93,7 @@ class Runner(Protocol):
     is_headless: bool  # the closing end gives the last hidden states, not logits
     is_causal: bool  # otherwise a text is one step at position 0, and nothing is kept of it
     max_axes: int  # that `Work.places` may have; 0: positions are counted
+    max_branches: int  # of a session, see `branches`
     max_works: int  # more than so many works in a call gain nothing; 1: call it for each session
     is_invariant: (
         bool  # a session's bits depend neither on the others in a call nor on how its rows were split
@@ -141,6 +142,7 @@ class SingleCalls:
     is_headless = False
     is_causal = True
     max_axes = 0
+    max_branches = 1
 
     def memory_bytes(self, num_rows: int) -> int:
         """Return what so many rows of encoder states take: there are none."""

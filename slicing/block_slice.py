@@ -37,8 +37,8 @@ class StepCache(Protocol):
     def for_model(self) -> Any:
         """Return what the stock forward takes for its cache."""
 
-    def memory_states(self) -> torch.Tensor | None:
-        """Return the encoder states [1, rows, width] that blocks attend to, or None."""
+    def memory_states(self, device: torch.device) -> torch.Tensor | None:
+        """Return the encoder states [1, rows, width] that blocks attend to, on `device`, or None."""
 
 
 class Cancelled(Exception):
@@ -208,7 +208,7 @@ class BlockSlice:
         """What the blocks of a call attend to. Raises ValueError where they need what did not come."""
         if self.form.memory is None or start >= end:
             return None
-        memory = cache.memory_states()
+        memory = cache.memory_states(self._device)
         if memory is None:
             raise ValueError("the session's encoder states did not come")
         return memory

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from slicing.batch import Cache, Work
+from slicing.batch import Cache, Runner, Work
+
+
+def new_cache(runner: Runner, branches: int) -> Cache:
+    """Return the empty storage of a session of so many branches."""
+    caches: list[Cache] = [runner.new_cache() for _ in range(branches)]
+    return caches[0] if branches == 1 else BranchedCache(caches)
 
 
 class BranchedCache:

@@ -49,9 +49,9 @@ class Crossing(Cache):
             for number in range(len(self._marks))
         }
 
-    def states(self) -> torch.Tensor | None:
+    def states(self, device: torch.device) -> torch.Tensor | None:
         """Return the states that keys and values are still made of, joined [1, rows, width]; None: there are none."""
-        joined = [states for memory in self._new if (states := memory.states) is not None]
+        joined = [states for memory in self._new if (states := memory.states(device)) is not None]
         return torch.cat(joined, dim=1) if joined else None
 
     def update(

@@ -34,7 +34,6 @@ from slicing.weights import Checkpoint
 
 __all__ = ["InvariantRunner", "NotInvariant"]
 
-MAX_BRANCHES = 2  # of a session, that its memory is foretold for: guidance has two
 MAX_WORKS = 32  # products gain nothing from more rows than that (performance.md, section 4)
 MOVING_ROPES = ("dynamic", "longrope")  # their frequencies follow the longest position in a call
 
@@ -103,8 +102,9 @@ class InvariantRunner(PlainRunner):
         return False
 
     def memory_bytes(self, num_rows: int) -> int:
-        """Return what so many rows of encoder states take at most, in one branch or two: each fills up its keys."""
-        return MAX_BRANCHES * filled_rows(-(-num_rows // MAX_BRANCHES)) * self._memory_bytes_per_row
+        """Return what so many rows of encoder states take at most: each branch fills up its keys."""
+        branches = self.max_branches
+        return branches * filled_rows(-(-num_rows // branches)) * self._memory_bytes_per_row
 
     def run_opening_batch(
         self, works: Sequence[Work], *, end: int, is_cancelled: IsCancelled | None = None

@@ -200,9 +200,9 @@ class KVCache(Cache):
             raise ValueError("this model takes no encoder states")
         self._memory.add(states)
 
-    def memory_states(self) -> torch.Tensor | None:
-        """Return all encoder states [1, rows, width], or None."""
-        return self._memory.states if self._memory is not None else None
+    def memory_states(self, device: torch.device) -> torch.Tensor | None:
+        """Return all encoder states [1, rows, width] on `device`, where they stay, or None."""
+        return self._memory.states(device) if self._memory is not None else None
 
     def for_model(self) -> Cache:
         """Return what a stock forward takes for its cache."""
@@ -257,6 +257,8 @@ class KVCache(Cache):
 
     def close(self) -> None:
         """Free the storage; the cache is empty afterwards."""
+        if self._memory is not None:
+            self._memory.close()
         self._clear()
 
     @property

@@ -27,11 +27,13 @@ class Memory:
         """Rows that came."""
         return sum(len(piece) for piece in self._pieces)
 
-    @property
-    def states(self) -> torch.Tensor | None:
-        """All rows [1, rows, width]; None while there are none. From the first look on no more are taken."""
+    def states(self, device: torch.device) -> torch.Tensor | None:
+        """All rows [1, rows, width], on `device` from then on; None while there are none.
+
+        From the first look on no more are taken.
+        """
         if self._states is None and self._pieces:
-            self._states = torch.cat(self._pieces).unsqueeze(0)
+            self._states = torch.cat(self._pieces).to(device).unsqueeze(0)
             self._pieces = [self._states[0]]
         return self._states
 
@@ -55,6 +57,12 @@ class Memory:
         """Keep a layer's keys and values [1, heads, rows, dim], where a call for several sessions made them."""
         self._crossed[layer].update(keys, values)
         self.pair.is_updated[layer] = True
+
+    def close(self) -> None:
+        """Free the storage, whoever still looks at it."""
+        self._pieces, self._states = [], None
+        for layer in self._crossed:
+            layer.keys = layer.values = None
 
     def crossed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values [1, heads, rows, dim], once it has made them."""

@@ -24,7 +24,7 @@ from slicing.model_kind import SENSE_CONFIGS
 from slicing.multimodal_check import check_multimodal
 from slicing.processors import load_processor, recording_part, takes_pictures, template_variables
 from slicing.progress import Progress, no_progress
-from slicing.stacks import build_weightless, find_stack, make_hollow, set_tensor
+from slicing.stacks import build_weightless, find_stack, first_line, make_hollow, set_tensor
 from slicing.weights import load_parameters
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def load_home(
     try:
         processor = load_processor(checkpoint.folder, config)
     except ModelError as error:
-        log.warning("%s takes text alone: %s", checkpoint.public_name, error)
+        cause = "" if error.__cause__ is None else f": {first_line(error.__cause__)}"
+        log.warning("%s takes text alone: %s%s", checkpoint.public_name, error, cause)
         return HomeEncoders(None, None, dict.fromkeys(map(str, _named_by(config)), str(error)))
     patterns: set[str] = set()
     reasons: dict[str, str] = {}

@@ -16,7 +16,6 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from slicing.errors import ModelError
-from slicing.stacks import first_line
 
 VIDEO = "video_processor"
 
@@ -28,7 +27,10 @@ class NoVideos:
 
 
 def load_processor(folder: Path, config: PretrainedConfig) -> ProcessorMixin:
-    """Build the processor of a model folder; runs no code from it. Raises `ModelError`, which says why it cannot."""
+    """Build the processor of a model folder; runs no code from it.
+
+    Raises `ModelError`, which says why it cannot, in words that name nothing of this machine; its cause may.
+    """
     own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         cls = _class_for(config)
@@ -38,9 +40,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> ProcessorMixin:
         else:
             processor = AutoProcessor.from_pretrained(str(folder), config=config, **own)
     except Exception as error:  # foreign classes over files of any kind: whatever they raise is a refusal
-        raise ModelError(
-            f"its processor cannot be built: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise ModelError(f"its processor cannot be built ({type(error).__name__})") from error
     if not isinstance(processor, ProcessorMixin):
         raise ModelError(f"it has no processor of pictures or sounds, only a {type(processor).__name__}")
     if not _has_template(processor):

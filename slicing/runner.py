@@ -48,6 +48,7 @@ class PlainRunner(SingleCalls):
     """Some parts of one model, ready to run steps of sessions: one session a call, bit-equal to transformers."""
 
     max_works = 1
+    max_branches = 2  # guidance has two
     is_invariant = False
 
     def __init__(

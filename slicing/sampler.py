@@ -92,6 +92,8 @@ class SamplingParams:
     @classmethod
     def from_map(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Read what `to_map` wrote, maybe by a peer. Raises `ValueError` naming the field."""
+        if not isinstance(values, Mapping):
+            raise ValueError("sampling parameters are a map")  # noqa: TRY004  # what a peer sent, not our own bug
         known = {item.name for item in fields(cls)}
         if unknown := sorted(str(name) for name in values if name not in known):
             raise ValueError(f"{unknown[0]} is not a sampling parameter")

@@ -165,7 +165,7 @@ def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the beginning of a foreign error's text, which may run over pages."""
     return str(error).strip().partition("\n")[0][:200]
 

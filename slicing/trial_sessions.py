@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slicing.batch import Runner, Work
-from slicing.branches import BranchedCache
+from slicing.branches import new_cache
 
 MAX_POSITIONS = 75  # of a session: more than two blocks of attention
 NUM_SESSIONS = 3
@@ -64,8 +64,7 @@ class TrialSession:
 
     def new_cache(self, runner: Any) -> Any:
         """Return its storage in a runner, with the encoder's states."""
-        caches = [runner.new_cache() for _ in range(self.branches)]
-        cache = BranchedCache(caches) if self.branches > 1 else caches[0]
+        cache = new_cache(runner, self.branches)
         if self.memory is not None:
             cache.add_memory(self.memory.to(device=runner.device, dtype=runner.dtype))
         return cache

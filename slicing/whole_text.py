@@ -30,7 +30,7 @@ class WholeTextCache:
         """Return None: the forward takes no cache."""
         return None
 
-    def memory_states(self) -> torch.Tensor | None:
+    def memory_states(self, device: torch.device) -> torch.Tensor | None:
         """Return None."""
         return None
 

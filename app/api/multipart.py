@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,16 @@ class Upload:
     content: bytes = field(repr=False)
 
 
-async def read_fields(request: Request, limits: BodyLimits, types: FieldTypes) -> dict[str, Any]:
-    """Return the body's fields, as JSON has them. Raises `ApiError` 400, 408, 413 or 415."""
+async def read_fields(
+    request: Request,
+    limits: BodyLimits,
+    types: FieldTypes,
+    count: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[str, Any]:
+    """Return the body's fields, as JSON has them; `count` is told of a form's bytes as they come.
+
+    Raises `ApiError` 400, 408, 413 or 415, and what `count` does.
+    """
     content_type, options = parse_options_header(request.headers.get("content-type", ""))
     if content_type.decode("latin-1").strip().lower() != FORM:
         return await read_json_object(request, limits)
@@ -53,8 +61,13 @@ async def read_fields(request: Request, limits: BodyLimits, types: FieldTypes) -
     if not 0 < len(boundary) <= MAX_BOUNDARY:
         raise invalid(None, "the form names no boundary", code="invalid_form")
     parsing = _Parsing(boundary, types)
+
+    def take(piece: bytes) -> None:
+        count(len(piece))
+        parsing.parser.write(piece)
+
     with _refused():
-        await take_body(request, limits, parsing.parser.write)
+        await take_body(request, limits, take)
     return parsing.finished()
 
 
@@ -189,12 +202,15 @@ class _Reading:
         self._is_file = b"filename" in options or b"filename*" in options
         if self._is_file and name not in self.files:
             shown = name if FIELD.fullmatch(name) else None
-            raise unsupported(shown or "file", "files are not taken: no model here begins from one")
+            own = " and ".join(f"'{one}'" for one in self.files)
+            why = f"the file goes into {own}" if own else "no model here begins from one"
+            raise unsupported(shown or "file", f"files are not taken here: {why}")
         self._name = name
 
     def _content(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file and len(self._text) + end - start > MAX_FIELD_BYTES:
-            raise invalid(None, f"a field of the form has more than {MAX_FIELD_BYTES} bytes")
+            shown = self._name if FIELD.fullmatch(self._name) else None
+            raise invalid(shown, f"a field of the form has more than {MAX_FIELD_BYTES} bytes")
         self._text += data[start:end]
 
     def _end(self) -> None:

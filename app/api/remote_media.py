@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ import httpx
 
 from app.api.public_address import IPAddress, is_public
 from app.media.errors import UnusableMediaError
+
+for _name in ("httpx", "httpcore"):  # below, they write down whole URLs
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 ANY: Final = "any"
 MAX_HOPS: Final = 4
@@ -54,7 +58,7 @@ class RemoteMedia:
             async with asyncio.timeout(self.timeout_s):
                 return await self._follow(url)
         except TimeoutError:
-            raise UnusableMediaError(f"it was not sent within {self.timeout_s:g} s") from None
+            raise UnusableMediaError(f"it was not sent within {self.timeout_s:.2g} s") from None
         except httpx.HTTPError as error:
             raise UnusableMediaError(f"it cannot be fetched ({type(error).__name__})") from None
 

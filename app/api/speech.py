@@ -40,6 +40,25 @@ MAX_SECONDS = 3600
 PIECE_BYTES = 64 << 10
 MAX_TEMPERATURE = 2
 MAX_TOP_K = 1 << 20
+# Clients must name one of these; what is made has none of them. Another name means that somebody expects a voice.
+PASSED_OVER_VOICES = frozenset(
+    [
+        "alloy",
+        "ash",
+        "ballad",
+        "cedar",
+        "coral",
+        "default",
+        "echo",
+        "fable",
+        "marin",
+        "nova",
+        "onyx",
+        "sage",
+        "shimmer",
+        "verse",
+    ]
+)
 
 
 class SpeechStreamOptions(Lenient):
@@ -49,7 +68,7 @@ class SpeechStreamOptions(Lenient):
 
 
 class SpeechRequest(DiffusionFields):
-    """A request for a sound; None means the default everywhere. Voices are passed over: a sound has none."""
+    """A request for a sound; None means the default everywhere."""
 
     NOT_HERE: ClassVar = {
         "n": "an answer is one sound, ask for each by itself",
@@ -58,7 +77,7 @@ class SpeechRequest(DiffusionFields):
     }
 
     input: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT, repr=False)]
-    voice: Any = None
+    voice: str | None = None
     response_format: SoundFormat | None = None
     speed: Annotated[Number | None, Field(ge=0.25, le=4)] = None
     stream_format: Literal["audio", "sse"] | None = None
@@ -73,6 +92,11 @@ class SpeechRequest(DiffusionFields):
     def _fits_together(self) -> Self:
         if not self.input.strip():
             raise refuse("the input is empty", field="input")
+        if self.voice and self.voice not in PASSED_OVER_VOICES:
+            raise refuse(
+                "a sound has no voice: leave it out, or give one of OpenAI's, which is passed over",
+                field="voice",
+            )
         if self.speed not in (None, 1):
             raise refuse(
                 "a sound has no speed: ask for a duration", field="speed", code="unsupported_parameter"

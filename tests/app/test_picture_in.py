@@ -152,3 +152,46 @@ def test_a_jpeg_of_thousands_of_passes_is_refused() -> None:
 def test_the_callers_limit_counts() -> None:
     with pytest.raises(UnusableMediaError, match="more than 100 pixels"):
         read_picture(encoded(half_red(), "PNG"), max_pixels=100)
+
+
+def bmp_of_run_lengths(width: int, height: int, pairs: bytes) -> bytes:
+    head = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 0, 0, 0, 256, 0)
+    start = 14 + len(head) + 1024
+    return b"BM" + struct.pack("<IHHI", start + len(pairs), 0, 0, start) + head + bytes(1024) + pairs
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"\xff\xd8" + b"\xff\xe1\x00\x02" * 3_000_000, "pieces"),
+        (b"\xff\xd8" + b"\xff" * 12_000_000, "pieces"),
+        (png_of(8, 8)[:33] + (struct.pack(">I", 0) + b"abCd" + bytes(4)) * 1_000_000, "pieces"),
+        (b"GIF89a" + bytes([8, 0, 8, 0, 0, 0, 0]) + b"\x21\xfe\x01a\x00" * 2_400_000, "pieces"),
+        (bmp_of_run_lengths(4096, 4096, b"\x01\x01" * 6_000_000), "run lengths"),
+    ],
+    ids=["JPEG segments", "JPEG filling", "PNG chunks", "GIF comments", "BMP runs"],
+)
+def test_millions_of_empty_pieces_cost_no_time(data: bytes, match: str) -> None:
+    began = time.process_time()
+    with pytest.raises(UnusableMediaError, match=match):
+        read_picture(data)
+    assert time.process_time() - began < 1.0
+
+
+def test_pictures_of_many_pieces_are_read() -> None:
+    """A colour profile of 255 segments in a JPEG, a PNG in pieces of a kilobyte, a GIF with a long comment."""
+    picture = half_red((300, 200))
+    jpeg = encoded(picture, "JPEG")
+    jpeg = jpeg[:2] + (b"\xff\xe2" + struct.pack(">H", 1000) + bytes(998)) * 255 + jpeg[2:]
+    for data in (jpeg, encoded(picture, "GIF", comment=b"x" * 100_000), encoded(picture, "PNG")):
+        assert read_picture(data).size == (300, 200)
+
+
+def test_what_a_camera_noted_reaches_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    exif = Image.Exif()
+    exif[0x013B] = "Zebedee"  # the artist
+    data = encoded(half_red(), "JPEG", exif=exif)
+    caplog.clear()
+    read_picture(data)
+    assert "Zebedee" not in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import ipaddress
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from app.api.errors import ApiError
+from app.api.media_parts import AT_ONCE, FETCHING_AT_ONCE, MediaIntake, MediaLimits
+from app.api.messages import ChatMessage
 from app.api.public_address import is_public
 from app.api.remote_media import MAX_HOPS, RemoteMedia
 from app.media.errors import UnusableMediaError
+from tests.app.test_picture_in import encoded, half_red
 
 PICTURE = b"\x89PNG and so on"
 
@@ -260,3 +266,82 @@ async def test_a_name_without_address_is_refused() -> None:
         raise OSError("no such name")
 
     assert "no address" in await refusal(remote("any", resolve=nowhere), "http://pictures.example/a")
+
+
+class Eyes:
+    """What an engine says of itself that takes pictures."""
+
+    sampling_rate = 16_000
+    max_recording_s = 30.0
+
+    def why_not(self, sense: str) -> str:
+        return ""
+
+
+def shown(*urls: str) -> list[ChatMessage]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [ChatMessage.model_validate({"role": "user", "content": parts})]
+
+
+def intake_from(fetching: RemoteMedia) -> MediaIntake:
+    return MediaIntake(MediaLimits(16, 1 << 20, 1 << 20, 30.0), fetching)
+
+
+async def test_slow_hosts_hold_nobody_up_who_sends_a_picture() -> None:
+    async with host() as there:
+        there.pages["/slow"] = ok(bytes(1000))
+        there.pause_s = 1.0
+        intake = intake_from(remote("pictures.example", timeout_s=30.0))
+
+        async def look(url: str) -> Any:
+            async with intake.taken(shown(url), "model", Eyes()) as media:
+                return media[0][0].size
+
+        slow = [
+            asyncio.create_task(look(there.url("/slow"))) for _ in range(max(AT_ONCE, FETCHING_AT_ONCE) + 1)
+        ]
+        while len(there.heads) < AT_ONCE:
+            await asyncio.sleep(0.01)
+        sent = "data:image/png;base64," + base64.b64encode(encoded(half_red(), "PNG")).decode()
+        assert await asyncio.wait_for(look(sent), 10.0) == (40, 20)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_all_urls_of_a_request_share_one_time_and_one_size() -> None:
+    async with host() as there:
+        picture = encoded(half_red(), "PNG")
+        for number in range(8):
+            there.pages[f"/{number}"] = ok(picture)
+        urls = [there.url(f"/{number}") for number in range(8)]
+        small = intake_from(remote("pictures.example", max_bytes=3 * len(picture)))
+        with pytest.raises(ApiError, match="larger than") as caught:
+            async with small.taken(shown(*urls), "model", Eyes()):
+                pass
+        assert caught.value.param == "messages.0.content.3.image_url"
+        there.pause_s = 0.3 / len(picture)
+        hasty = intake_from(remote("pictures.example", timeout_s=1.0))
+        began = time.monotonic()
+        with pytest.raises(ApiError, match="not sent within"):
+            async with hasty.taken(shown(*urls), "model", Eyes()):
+                pass
+        assert time.monotonic() - began < 2.0
+
+
+async def test_the_same_url_twice_is_fetched_once() -> None:
+    async with host() as there:
+        there.pages["/a.png"] = ok(encoded(half_red(), "PNG"))
+        intake = intake_from(remote("pictures.example"))
+        async with intake.taken(shown(there.url(), there.url()), "model", Eyes()) as media:
+            assert [media[0][place].size for place in (0, 1)] == [(40, 20)] * 2
+        assert len(there.heads) == 1
+
+
+async def test_what_is_fetched_reaches_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with host() as there:
+        there.pages["/a.png?key=hush"] = ok(PICTURE)
+        assert await remote("pictures.example").fetch(there.url("/a.png?key=hush")) == PICTURE
+    assert "hush" not in caplog.text
+    assert "a.png" not in caplog.text

@@ -89,6 +89,8 @@ async def test_events_hold_the_same_sound_and_usage(served: Served) -> None:
         ({"input": " "}, "input"),
         ({"response_format": "ogg"}, "response_format"),
         ({"speed": 2}, "speed"),
+        ({"voice": "morgan"}, "voice"),
+        ({"voice": {}}, "voice"),
         ({"duration": 0}, "duration"),
         ({"duration": 1, "seconds": 2}, "seconds"),
         ({"instructions": "whisper"}, "instructions"),

@@ -95,7 +95,8 @@ class FakeRunner:
         self.takes_memory = takes_memory
         self.is_headless = is_headless
         self.is_causal = is_causal
-        self.max_axes = 4
+        self.max_axes = 3
+        self.max_branches = 8
         self.is_invariant = max_works > 1
         self.num_layers = NUM_LAYERS
         self.hidden_size = HIDDEN_SIZE

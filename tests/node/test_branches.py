@@ -19,7 +19,14 @@ from slicing.branches import BranchedCache
 from slicing.logits_rule import WhisperRule
 from slicing.sampler import SamplingParams
 from slicing.streams import StreamSampler
-from tests.node.fake_runner import CACHE_BYTES_PER_POSITION, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, FakeRunner
+from tests.node.fake_runner import (
+    CACHE_BYTES_PER_POSITION,
+    HIDDEN_SIZE,
+    MAX_POSITIONS,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    FakeRunner,
+)
 from tests.node.rig import Node, Rig, Script, rows_of, until
 from tests.node.test_resuming import sent_between, three
 from tests.node.test_steps import some_rows
@@ -158,6 +165,15 @@ async def test_a_roll_back_into_a_step_is_repeated_to_a_new_next_hop(rig: Rig) -
     assert [(step.step, step.rows) for step in repeated] == [(1, 4), (2, 2), (3, 2)]
 
 
+async def test_more_branches_than_a_runner_has_are_refused_when_they_open(rig: Rig) -> None:
+    node = await rig.add_fake_node()
+    node.runner.max_branches = 1
+    script = rig.script((node, 0, 6), changes={"branches": 2})
+    await script.open()
+    assert (await script.failure()).code == ErrorCode.MALFORMED
+    assert node.stats.kv_bytes == 0
+
+
 async def test_branches_and_a_held_prefix_are_never_combined(rig: Rig) -> None:
     node = await rig.add_fake_node(keeps=True)
     changes = {"branches": 2, "confirms": True, "prefixes": (Prefix(16, bytes(16)),)}
@@ -293,7 +309,7 @@ def test_everything_that_says_how_to_draw_fits_an_entry() -> None:
 
 
 def some_places(count: int, axes: int = 3, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 1 << 20, (axes, count))
+    return np.random.default_rng(seed).integers(0, MAX_POSITIONS, (axes, count))
 
 
 async def test_rotary_positions_reach_every_hop(rig: Rig) -> None:
@@ -356,8 +372,10 @@ async def test_a_new_next_hop_gets_the_positions_with_the_rows_that_are_left(
         assert np.array_equal(values(script, answer), whole.run(3, row, place))
 
 
-@pytest.mark.parametrize("wrong", [[[-1], [0], [0]], [[0], [0], [-(2**31)]]])
-async def test_positions_below_zero_are_refused(rig: Rig, wrong: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [[[-1], [0], [0]], [[0], [0], [-(2**31)]], [[0], [MAX_POSITIONS], [0]], [[2**31 - 1], [0], [0]]]
+)
+async def test_positions_that_the_model_does_not_have_are_refused(rig: Rig, wrong: list[list[int]]) -> None:
     script = rig.script(*await halves(rig), changes={"axes": 3})
     await script.open()
     await script.send(1, 0, some_rows(1), places=wrong)
@@ -381,6 +399,19 @@ async def test_positions_that_the_model_counts_itself_are_refused(rig: Rig) -> N
     script = rig.script(*hops, changes={"axes": 3})
     await script.open()
     assert (await script.failure()).code == ErrorCode.MALFORMED
+
+
+async def test_sessions_that_share_calls_have_the_axes_of_the_model(rig: Rig) -> None:
+    """Calls have positions of one number of axes: a session of another would have everybody's computed again."""
+    node = await rig.add_fake_node(runner=FakeRunner(max_works=4))
+    for axes in (1, 2):
+        script = rig.script((node, 0, 6), changes={"axes": axes})
+        await script.open()
+        assert (await script.failure()).code == ErrorCode.MALFORMED
+    for axes in (0, 3):
+        script = rig.script((node, 0, 6), changes={"axes": axes})
+        await script.open()
+        await script.run(1, 0, some_rows(1), places=some_places(1, axes))
 
 
 # Models without a head, and encoders ----------------------------------------------------------------------

@@ -205,6 +205,20 @@ async def test_more_memory_than_was_asked_for_is_refused(rig: Rig) -> None:
     assert np.array_equal(values(script, answer), WholeWithMemory(MEMORY[:9]).run(0, some_rows(2))[-1:])
 
 
+async def test_memory_that_comes_again_under_other_numbers_is_not_kept_beside_the_first(rig: Rig) -> None:
+    """A re-route takes steps back whose answers are gone; what is in the cache already stays, and was paid for."""
+    node = await rig.add_fake_node()
+    script = script_of(rig, (node, 0, 6))
+    await script.open()
+    for number in range(1, 6):  # one answer more than a last hop keeps
+        await script.remember(number, MEMORY[2 * number - 2 : 2 * number], want=Want.LIST)
+        await script.gateway.receive(Answer)
+    assert (await script.reopen(answered=0)).next_step == 1
+    await script.remember(6, MEMORY[:2], flags=StepFlag.REPLAY)
+    assert (await script.failure()).code == ErrorCode.TOO_BIG
+    assert cache_of(node, script).memory_rows == 10
+
+
 async def test_a_step_before_the_memory_that_it_needs_is_refused(rig: Rig) -> None:
     script = script_of(rig, (await rig.add_fake_node(), 0, 6))
     await script.open()

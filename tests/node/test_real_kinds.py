@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,20 @@ import pytest_asyncio
 import torch
 
 from node.drawing import CANDIDATE
+from node.loading import ReadSlice, loaded_slice
 from routing import wire
 from routing.endpoint import Endpoint
-from routing.types import Answer, AnswerKind, SliceOffer, SliceSpec, StepFlag, Want, WireDtype
+from routing.types import (
+    Answer,
+    AnswerKind,
+    HopEntry,
+    NodeId,
+    SliceOffer,
+    SliceSpec,
+    StepFlag,
+    Want,
+    WireDtype,
+)
 from slicing.batch import Work
 from slicing.branches import BranchedCache
 from slicing.runner import Parts, PlainRunner
@@ -81,6 +93,24 @@ def rows_of(script: Script, answer: Answer) -> np.ndarray:
     if StepFlag.SEALED in answer.flags:
         answer = wire.open_answer(script.answer_key, answer)
     return np.frombuffer(answer.payload, "<f4").reshape(-1, WIDTH)
+
+
+def test_what_memory_takes_is_known_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Open asks on the event loop, while the compute thread may be in the model."""
+    runner, digests = (
+        PlainRunner.from_model(tiny_model("whisper"), Parts(((0, CUT),))),
+        dict.fromkeys(range(CUT), bytes(8)),
+    )
+    runner.layer_hashes = digests
+    source: Any = SimpleNamespace(public_name="tiny", digest=DIGEST)
+    store: Any = None
+    read = ReadSlice(source, SliceSpec(0, CUT), runner.parts, runner, store, None, 0, 0.0)
+    held = loaded_slice(read, 1, 1.0, 0.0).held
+    entry = HopEntry(
+        bytes(32), 0, 1, NodeId(bytes(32)), DIGEST, 0, CUT, *[WireDtype.FLOAT32] * 2, 30, 60, memory_rows=9
+    )
+    monkeypatch.setattr(PlainRunner, "run_layers_batch", None)
+    assert held.cache_bytes(entry, 0) > 9 * WIDTH * 4
 
 
 async def test_a_guided_song_is_drawn_remotely_as_the_whole_model_draws_it(rig: Rig) -> None:

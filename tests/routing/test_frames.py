@@ -212,6 +212,16 @@ def test_wider_elements_leave_positions_alone(wire_dtype: WireDtype) -> None:
     assert len(step.payload) == 24 + 16
 
 
+def test_rows_that_every_node_held_have_their_positions_once_they_are_sent_after_all() -> None:
+    recording = Recording()
+    recording.leave_out(2, 512, WireDtype.BFLOAT16, axes=3)
+    (step,) = recording
+    axes = np.arange(6, dtype="<i4").tobytes()
+    step.payload, step.is_held = np.full((2, 4), BF16_ONE, dtype="<u2").tobytes() + axes, False
+    step.widen_to(WireDtype.FLOAT32)
+    assert bytes(step.payload) == np.ones((2, 4), "<f4").tobytes() + axes
+
+
 # Answers --------------------------------------------------------------------------------------------------
 
 

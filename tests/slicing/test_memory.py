@@ -28,9 +28,7 @@ class Cut:
         bounds = (0, *cuts, NUM_LAYERS)
         self.home = PlainRunner.from_model(model, Parts(opening=True, closing=True))
         self.whole = PlainRunner.from_model(model, Parts.whole(NUM_LAYERS))
-        self.slices = [
-            PlainRunner.from_model(model, Parts((held,))) for held in pairwise(bounds)
-        ]
+        self.slices = [PlainRunner.from_model(model, Parts((held,))) for held in pairwise(bounds)]
         runners = [self.home, self.whole, *self.slices]
         caches = [_cache(runner, branches) for runner in runners]
         for cache in caches if memory is not None else ():
@@ -119,6 +117,24 @@ def test_encoder_states_are_missed_and_come_too_late() -> None:
     runner.run_whole(cache, torch.tensor([3]), 0)
     with pytest.raises(ValueError, match="after they were used"):
         cache.add_memory(_memory())
+
+
+def test_encoder_states_are_computed_with_where_the_model_is() -> None:
+    cache = PlainRunner.from_model(tiny_model("whisper"), Parts.whole(NUM_LAYERS)).new_cache()
+    cache.add_memory(_memory())
+    elsewhere = torch.device("meta")
+    assert cache.memory_states(elsewhere).device == elsewhere
+    assert cache.memory_rows == MEMORY_ROWS
+
+
+def test_a_closed_session_holds_no_encoder_states_wherever_they_are_looked_at() -> None:
+    runner = PlainRunner.from_model(tiny_model("whisper"), Parts.whole(NUM_LAYERS))
+    cache = runner.new_cache()
+    cache.add_memory(_memory())
+    runner.run_whole(cache, torch.tensor([3]), 0)
+    seen = cache.memory  # as a packed call keeps it until the next one
+    cache.close()
+    assert (seen.size_bytes, seen.rows, cache.memory_rows) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("family", ["whisper", "t5", "musicgen"])

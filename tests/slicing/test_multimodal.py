@@ -200,6 +200,7 @@ def test_a_folder_without_a_processor_still_opens_and_says_why(tmp_path: Path) -
     home = load_home(open_checkpoint(str(folder)), dtype=torch.float32)
     assert home.senses == ()
     assert "processor" in home.reasons["image"]
+    assert str(tmp_path) not in home.reasons["image"]
 
 
 def test_a_request_cannot_set_what_belongs_to_the_processor(tmp_path: Path) -> None:

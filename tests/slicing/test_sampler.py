@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from typing import Any
 
 import msgpack
 import pytest
@@ -266,6 +267,12 @@ def test_parameters_survive_the_wire() -> None:
 )
 def test_what_a_peer_sends_is_checked(values: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"top_q|1|logit_bias|top_k"):
+        SamplingParams.from_map(values)
+
+
+@pytest.mark.parametrize("values", [[], "", 3, None])
+def test_parameters_that_are_no_map_are_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match="map"):
         SamplingParams.from_map(values)
 
 
