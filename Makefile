@@ -8,10 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
+COMPLY := .comply
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test netns chaos browser deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi format clean
+.PHONY: install up test netns chaos comply browser deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi format clean
 
 install: $(STAMP)
 
@@ -67,6 +68,15 @@ deploy-check: install
 deploy-image-check: install
 	$(BIN)/pytest -v -m deploy_image tests/deploy
 
+# llm-comply, chat and Responses, against a real swarm: some minutes. It lives in an environment of its own.
+comply: install $(COMPLY)/.installed
+	$(BIN)/python -m tools.comply $(COMPLY)/bin/llm-comply
+
+$(COMPLY)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(COMPLY)
+	$(COMPLY)/bin/pip --disable-pip-version-check -q install llm-comply==0.5.0
+	@touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,7 +108,7 @@ openapi: install
 	mv openapi/gateway.json.new openapi/gateway.json
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis bench/results
+	rm -rf $(VENV) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis bench/results
 
 define CHECK_PYTHON
 import sys

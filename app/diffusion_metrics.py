@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from app.engine.diffusion.request import DiffusionTimings, Made, PatchVerdict, StepDone
+from app.engine.diffusion.request import DiffusionTimings, Made, PatchVerdict, Started, StepDone
 
 if TYPE_CHECKING:
     from app.metrics import GatewayMetrics
@@ -81,7 +81,7 @@ class DiffusionMeter:
     def __init__(self, metrics: GatewayMetrics, *, model: str, endpoint: str, arrived: float) -> None:
         self._metrics = metrics
         self._model = model
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._arrived = arrived  # on time.perf_counter
 
     def begin(self) -> None:
@@ -98,14 +98,30 @@ class DiffusionMeter:
             case PatchVerdict():
                 self._metrics.diffusion.count_verdict(self._model, event)
             case Made():
-                self._metrics.answers.labels(self._model, self._endpoint, FINISHED).inc()
+                self._metrics.answers.labels(self._model, self.endpoint, FINISHED).inc()
                 self._metrics.replays.labels(self._model).inc(event.replays)
                 self._metrics.diffusion.count_passes(self._model, event.timings)
 
     def count_answered(self) -> None:
         """Note that the whole request succeeded."""
         took = time.perf_counter() - self._arrived
-        self._metrics.request_seconds.labels(self._model, self._endpoint).observe(took)
+        self._metrics.request_seconds.labels(self._model, self.endpoint).observe(took)
 
     def count_aborted(self) -> None:
-        self._metrics.aborts.labels(self._endpoint).inc()
+        self._metrics.aborts.labels(self.endpoint).inc()
+
+
+class SongMeter(DiffusionMeter):
+    """Times a song that is made of tokens: counted as those of text are, a frame for a token."""
+
+    def count(self, event: object) -> None:
+        metrics = self._metrics
+        match event:
+            case Started():
+                metrics.prompt_tokens.labels(self._model).inc(event.text_tokens)
+            case StepDone():
+                metrics.generated_tokens.labels(self._model).inc()
+                metrics.inter_token.labels(self._model).observe(event.seconds)
+            case Made():
+                metrics.answers.labels(self._model, self.endpoint, FINISHED).inc()
+                metrics.replays.labels(self._model).inc(event.replays)

@@ -100,10 +100,7 @@ class Gateway:
 
         Without a name it is the first that is listed. Raises as `ready_engine` does.
         """
-        known = self.model(asked if asked is not None else self._first_of(kinds))
-        if known.kind not in kinds:
-            makes, endpoint = MAKES[known.kind]
-            raise invalid("model", f"the model `{known.name}` makes {makes}; POST {endpoint} asks it")
+        known = self._of_kind(asked, kinds)
         with self._waiting():
             status = await _covered(lambda: self.model(known.name).status)
         if status.state in ("partial", "failed"):
@@ -114,6 +111,17 @@ class Gateway:
         if not status.is_ready:  # nodes may have left while it was loaded
             raise not_ready(known.name, status)
         return engine
+
+    async def opened(self, asked: str | None, kinds: frozenset[str]) -> AnyEngine:
+        """Return an engine as `ready` does, also while it has no route: for what needs no node."""
+        return await self._opened(self._of_kind(asked, kinds).name)
+
+    def _of_kind(self, asked: str | None, kinds: frozenset[str]) -> KnownModel:
+        known = self.model(asked if asked is not None else self._first_of(kinds))
+        if known.kind not in kinds:
+            makes, endpoint = MAKES[known.kind]
+            raise invalid("model", f"the model `{known.name}` makes {makes}; POST {endpoint} asks it")
+        return known
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[None]:

@@ -19,18 +19,22 @@ from starlette.requests import Request
 
 from app.api import (
     chat,
+    completions,
     embeddings,
     images,
     models,
     picture_links,
     requests,
+    responses,
     route,
     speech,
+    tokenizing,
     transcriptions,
     videos,
 )
 from app.api import page as page_files
 from app.api.chat import ChatCompletions
+from app.api.completions import Completions
 from app.api.connection import MAX_HEAD_BYTES, Connection
 from app.api.embeddings import Embeddings
 from app.api.health import Health
@@ -40,8 +44,10 @@ from app.api.models import Models
 from app.api.page import Page
 from app.api.picture_links import PictureLinks
 from app.api.requests import Requests
+from app.api.responses import Responses
 from app.api.route import RoutePlans
 from app.api.speech import Speech
+from app.api.tokenizing import Tokenizing
 from app.api.transcriptions import Transcriptions
 from app.api.videos import Videos
 from app.engine.request import Library
@@ -112,8 +118,18 @@ def serve_config(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
 
 
 def _add_routes(app: FastAPI, gateway: Gateway) -> None:
-    completions, listing, health, page = ChatCompletions(gateway), Models(gateway), Health(gateway), Page()
-    app.add_api_route(chat.PATH, completions.create, methods=["POST"], response_model=None)
+    chats, listing, health, page = ChatCompletions(gateway), Models(gateway), Health(gateway), Page()
+    app.add_api_route(chat.PATH, chats.create, methods=["POST"], response_model=None)
+    answers = Responses(gateway, chats)
+    app.add_api_route(responses.PATH, answers.create, methods=["POST"], response_model=None)
+    app.add_api_route(completions.PATH, Completions(gateway).create, methods=["POST"], response_model=None)
+    tokens = Tokenizing(gateway)
+    for path, endpoint in {
+        tokenizing.TOKENIZE_PATH: tokens.tokenize,
+        tokenizing.DETOKENIZE_PATH: tokens.detokenize,
+        tokenizing.INPUT_TOKENS_PATH: tokens.input_tokens,
+    }.items():
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     app.add_api_route(embeddings.PATH, Embeddings(gateway).create, methods=["POST"], response_model=None)
     pages = {
         models.PATH: listing.index,

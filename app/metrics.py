@@ -68,6 +68,9 @@ class GatewayMetrics:
         self.embedded = self._counter("embedded_texts", "Texts that vectors were made of", ["model"])
         self.drafted = self._counter("drafted_tokens", "Tokens guessed ahead of an answer", ["model"])
         self.accepted = self._counter("accepted_draft_tokens", "Of them part of the answer", ["model"])
+        self.forced = self._counter(
+            "forced_tokens", "Tokens of answers that their grammar left no choice of", ["model"]
+        )
         self.replays = self._counter("replays", "Routes rebuilt in the middle of an answer", ["model"])
         self.failover = self._histogram(
             "failover_pause_seconds",
@@ -171,6 +174,7 @@ class RequestMeter:
         self._metrics.prefix_hits.labels(self._model).inc(finished.cached_tokens > 0)
         self._metrics.drafted.labels(self._model).inc(finished.drafted)
         self._metrics.accepted.labels(self._model).inc(finished.accepted)
+        self._metrics.forced.labels(self._model).inc(finished.forced)
         for part, seconds in _parts(finished.timings):
             share = seconds / max(1, finished.timings.tokens)
             self._metrics.token_seconds.labels(self._model, part).observe(share)

@@ -12,18 +12,47 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from app.api import chat, images, models, picture_links, speech, videos
+from app.api import (
+    chat,
+    completions,
+    embeddings,
+    images,
+    models,
+    picture_links,
+    requests,
+    responses,
+    route,
+    speech,
+    tokenizing,
+    transcriptions,
+    videos,
+)
 from app.api.chat_reply import AnswerTimings, ChatCompletion, DraftsField, ErrorEnvelope, RouteHopField, Usage
+from app.api.completion_protocol import CompletionRequest
+from app.api.completion_reply import Completion, CompletionLogprobs
+from app.api.embedding_protocol import EmbeddingsAnswer, EmbeddingsRequest
 from app.api.health import HealthReport, ReadyReport, VersionReport
 from app.api.image_protocol import ImageAnswer, ImageEvent, ImageRequest
+from app.api.logprobs import ChoiceLogprobs
 from app.api.messages import Lenient
 from app.api.models import ModelCard, ModelList
 from app.api.protocol import ChatRequest
+from app.api.requests import RequestReport
+from app.api.responses_protocol import ResponsesRequest
+from app.api.responses_reply import ResponseEvent, ResponseObject
+from app.api.route import RouteReport
 from app.api.speech import SpeechEvent, SpeechRequest
+from app.api.tokenizing import Detokenized, DetokenizeRequest, InputTokens, Tokenized, TokenizeRequest
+from app.api.transcription_protocol import (
+    TranscriptionEvent,
+    TranscriptionJson,
+    TranscriptionRequest,
+)
 from app.api.video_protocol import VideoDeleted, VideoJob, VideoList, VideoRequest
 from app.media.film import FILM_TYPE
 from app.media.pictures import PICTURE_TYPES
 from app.media.sound import SOUND_TYPES
+from app.media.subtitles import SUBRIP_TYPE, WEBVTT_TYPE
 
 JSON = "application/json"
 TEXT = "text/plain"
@@ -32,12 +61,29 @@ FORM = "multipart/form-data"
 REFERENCE = "#/components/schemas/{model}"
 
 
+class FunctionDelta(Lenient):
+    """What is new in a call: its name once, then pieces of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(Lenient):
+    """What is new in one of the calls; `id` and `type` come once."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(Lenient):
     """What is new in a choice."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(Lenient):
@@ -45,8 +91,8 @@ class ChunkChoice(Lenient):
 
     index: int
     delta: Delta
-    logprobs: None
-    finish_reason: Literal["stop", "length"] | None
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class ChunkTimings(AnswerTimings):
@@ -80,6 +126,31 @@ class ChatChunk(Lenient):
     prefill: Prefill | None = None
 
 
+class CompletionChunkChoice(Lenient):
+    """What is new in a choice."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionChunk(Lenient):
+    """One `data:` frame of a completion's stream that is neither an error nor `[DONE]`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+    timings: ChunkTimings | None = None
+    replays: int | None = None
+    drafts: DraftsField | None = None
+    route: list[RouteHopField] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """One operation: its body, its parameters, and its answers by media type."""
@@ -89,6 +160,7 @@ class Description:
     parameters: tuple[Mapping[str, Any], ...] = ()
     unavailable: type[BaseModel] = field(default=ErrorEnvelope)  # the body of a 503
     is_form: bool = False  # the body may also be a multipart form
+    is_json: bool = True
 
 
 MODEL_ID = {
@@ -103,6 +175,14 @@ MODEL_QUERY = {
     "in": "query",
     "description": "Ask about this model only",
     "schema": {"type": "string"},
+}
+ROUTE_MODEL = MODEL_QUERY | {"description": "An id or alias; without it, the first model that can answer"}
+REQUEST_ID = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "description": "An `X-Request-Id`, or the id of an answer",
+    "schema": {"type": "string", "minLength": 1},
 }
 VIDEO_ID = {
     "name": "id",
@@ -139,8 +219,30 @@ PICTURE_NAME = {
     "description": "As the picture's URL has it",
     "schema": {"type": "string", "minLength": 1},
 }
+WRITTEN_DOWN = Description(
+    {
+        JSON: TranscriptionJson,
+        TEXT: None,
+        SUBRIP_TYPE: None,
+        WEBVTT_TYPE: None,
+        EVENTS: TranscriptionEvent,
+    },
+    body=TranscriptionRequest,
+    is_form=True,
+    is_json=False,
+)
 OPERATIONS: Mapping[tuple[str, str], Description] = {
     (chat.PATH, "post"): Description({JSON: ChatCompletion, EVENTS: ChatChunk}, body=ChatRequest),
+    (responses.PATH, "post"): Description(
+        {JSON: ResponseObject, EVENTS: ResponseEvent}, body=ResponsesRequest
+    ),
+    (completions.PATH, "post"): Description(
+        {JSON: Completion, EVENTS: CompletionChunk}, body=CompletionRequest
+    ),
+    (tokenizing.TOKENIZE_PATH, "post"): Description({JSON: Tokenized}, body=TokenizeRequest),
+    (tokenizing.DETOKENIZE_PATH, "post"): Description({JSON: Detokenized}, body=DetokenizeRequest),
+    (tokenizing.INPUT_TOKENS_PATH, "post"): Description({JSON: InputTokens}, body=ChatRequest),
+    (embeddings.PATH, "post"): Description({JSON: EmbeddingsAnswer}, body=EmbeddingsRequest),
     (images.PATH, "post"): Description({JSON: ImageAnswer, EVENTS: ImageEvent}, body=ImageRequest),
     (picture_links.PATH, "get"): Description(
         dict.fromkeys(PICTURE_TYPES.values()), parameters=(PICTURE_NAME,)
@@ -148,6 +250,8 @@ OPERATIONS: Mapping[tuple[str, str], Description] = {
     (speech.PATH, "post"): Description(
         {**dict.fromkeys(SOUND_TYPES.values()), EVENTS: SpeechEvent}, body=SpeechRequest
     ),
+    (transcriptions.PATH, "post"): WRITTEN_DOWN,
+    (transcriptions.TRANSLATIONS_PATH, "post"): WRITTEN_DOWN,
     (videos.PATH, "post"): Description({JSON: VideoJob}, body=VideoRequest, is_form=True),
     (videos.PATH, "get"): Description({JSON: VideoList}, parameters=PAGE),
     (videos.ONE_PATH, "get"): Description({JSON: VideoJob}, parameters=(VIDEO_ID,)),
@@ -158,6 +262,8 @@ OPERATIONS: Mapping[tuple[str, str], Description] = {
     (videos.EVENTS_PATH, "get"): Description({EVENTS: VideoJob}, parameters=(VIDEO_ID,)),
     (models.PATH, "get"): Description({JSON: ModelList}),
     ("/v1/models/{model}", "get"): Description({JSON: ModelCard}, parameters=(MODEL_ID,)),
+    (route.PATH, "get"): Description({JSON: RouteReport}, parameters=(ROUTE_MODEL,)),
+    (requests.PATH, "get"): Description({JSON: RequestReport}, parameters=(REQUEST_ID,)),
     ("/health", "get"): Description({JSON: HealthReport}, unavailable=HealthReport),
     ("/ready", "get"): Description({JSON: ReadyReport}, parameters=(MODEL_QUERY,), unavailable=ReadyReport),
     ("/version", "get"): Description({JSON: VersionReport}),
@@ -199,7 +305,8 @@ def _operation(description: Description) -> dict[str, Any]:
             "required": True,
             "content": {
                 media_type: {"schema": _schema(description.body)}
-                for media_type in ((JSON, FORM) if description.is_form else (JSON,))
+                for media_type in (JSON, FORM)
+                if (description.is_json if media_type == JSON else description.is_form)
             },
         }
     return operation

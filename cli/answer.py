@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-ChatMessage = dict[str, str]  # {"role": ..., "content": ...}, as the chat API has it
+ChatMessage = dict[str, Any]  # {"role": ..., "content": ...}, as the chat API has it
 
 
 @dataclass(frozen=True, slots=True)

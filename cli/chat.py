@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from cli import failures, show
 from cli import options as opt
-from cli.answer import Answerer, End, Piece, Question, Timings
+from cli.answer import Answerer, ChatMessage, End, Piece, Question, Timings
+from cli.attachments import Kind, attached
 from cli.background import BackgroundLoop
+from cli.failures import CommandError
 from cli.target import Target, open_answerer
 
 HELP = """\
-/reset    forget the conversation
-/help     this
-Ctrl+C    stop the answer
-Ctrl+D    leave"""
+/image FILE   show a picture with the next message
+/audio FILE   let it hear a recording with the next message
+/reset        forget the conversation
+/help         this
+Ctrl+C        stop the answer
+Ctrl+D        leave"""
+ATTACHING: dict[str, Kind] = {"/image": "image", "/audio": "audio"}
 
 
 def chat(
@@ -88,7 +94,8 @@ class Conversation:
         self._answerer = answerer
         self._loop = loop
         self._opening = [{"role": "system", "content": system}] if system else []
-        self._messages: list[dict[str, str]] = list(self._opening)
+        self._messages: list[ChatMessage] = list(self._opening)
+        self._attached: list[dict[str, Any]] = []  # to the next message
         self._choices: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -106,10 +113,12 @@ class Conversation:
                 case "":
                     continue
                 case "/reset":
-                    self._messages = list(self._opening)
+                    self._messages, self._attached = list(self._opening), []
                     show.note("forgotten")
                 case "/help":
                     show.note(HELP)
+                case command if self._is_interactive and command.partition(" ")[0] in ATTACHING:
+                    self._attach(command)
                 case command if command.startswith("/") and self._is_interactive and " " not in command:
                     show.note(f"no command {show.printable(command)}; /help lists them")
                 case text:
@@ -117,7 +126,8 @@ class Conversation:
 
     def _ask(self, text: str) -> None:
         """One turn; a turn that failed or was stopped before a word came is taken back."""
-        self._messages.append({"role": "user", "content": text})
+        content = [*self._attached, {"type": "text", "text": text}] if self._attached else text
+        self._messages.append({"role": "user", "content": content})
         said: list[str] = []
         try:
             self._answer(said)
@@ -128,9 +138,19 @@ class Conversation:
                 raise
             failures.report(error)
         if said:
+            self._attached = []
             self._messages.append({"role": "assistant", "content": "".join(said)})
         else:
             self._messages.pop()
+
+    def _attach(self, command: str) -> None:
+        name, _, file = command.partition(" ")
+        try:
+            self._attached.append(attached(Path(file.strip()).expanduser(), ATTACHING[name]))
+        except CommandError as error:
+            failures.report(error)
+        else:
+            show.note("goes with the next message")
 
     def _answer(self, said: list[str]) -> None:
         question = Question(tuple(self._messages), **self._choices)

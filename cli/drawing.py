@@ -34,6 +34,7 @@ class Order:
     frames: int | None = None
     seconds: float | None = None
     wire: str | None = None  # None: as the gateway was started
+    temperature: float | None = None  # of sounds that are made of tokens
 
     def fields(self) -> dict[str, Any]:
         """Return what the API calls these, but for the prompt and the length, without what is left open."""
@@ -47,6 +48,7 @@ class Order:
             "extrapolate": self.extrapolate or None,
             "two_streams": self.two_streams or None,
             "wire": self.wire,
+            "temperature": self.temperature,
         }
         return {name: value for name, value in asked.items() if value is not None}
 

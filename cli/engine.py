@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from app.engine.drafts import DraftMode
     from app.engine.request import ModelStatus
     from app.engine.swarm import SwarmSettings
-    from app.engine.text import ChainTextEngine
     from routing.types import NodeRecord
     from slicing.sampler import SamplingParams
 
@@ -48,20 +47,24 @@ async def open_nodes(target: Target, model: str) -> AsyncIterator[Engine]:
                 f"{name_of(address)}: {reason}" for address, reason in swarm.directory.last_errors.items()
             ]
             others = _other_models(swarm.directory.records(), swarm.checkpoint.digest)
-            raise CommandError("; ".join([_missing(status), *reasons, *others]))
+            raise CommandError("; ".join([missing_text(status), *reasons, *others]))
         yield Engine(swarm.engine)
 
 
 def makes_pictures(target: Target, model: str) -> bool:
-    """Whether a model is a pipeline that makes no text; looks at its index, and may fetch that. Brings torch in."""
+    """Whether a model makes pictures, videos or sounds; looks at its files' names, or fetches its configuration.
+
+    Brings torch in.
+    """
     use_threads(target.threads or ANSWER_THREADS)
     with heavy_imports():
         from slicing.diffusion.source import is_pipeline
+        from slicing.music import is_music
 
-    return is_pipeline(model, may_fetch=True)
+    return is_pipeline(model, may_fetch=True) or is_music(model)
 
 
-def _missing(status: ModelStatus) -> str:
+def missing_text(status: ModelStatus) -> str:
     """Name the layers that nobody serves, or what else a route lacks."""
     if status.missing:
         return f"no node serves layers {show.ranges(status.missing)} of {status.num_layers}"
@@ -114,7 +117,7 @@ def settings_of(target: Target, model: str) -> SwarmSettings:
 class Engine:
     """An `Answerer` over a chain of nodes."""
 
-    def __init__(self, engine: ChainTextEngine) -> None:
+    def __init__(self, engine: engine_request.TextEngine) -> None:
         self._engine = engine
 
     @property
@@ -138,8 +141,8 @@ class Engine:
         from app.engine.request import GenerationRequest
 
         tokenizer = self._engine.tokenizer
-        prompt_ids = await asyncio.to_thread(self._prompt_ids, question)
-        room = self._engine.max_positions - len(prompt_ids)
+        prompt_ids, encoded = await self._prompt(question)
+        room = self._engine.answer_room(len(prompt_ids))
         if room < 1:
             raise CommandError(
                 f"the prompt has {len(prompt_ids)} tokens, but this model's maximum context length is "
@@ -154,13 +157,27 @@ class Engine:
             stop_token_ids=frozenset() if question.ignore_eos else tokenizer.stop_token_ids,
             continues_text=question.raw_prompt is not None,
             draft=_draft(question.draft),
+            encoded=encoded,
         )
 
-    def _prompt_ids(self, question: Question) -> tuple[int, ...]:
-        tokenizer = self._engine.tokenizer
+    async def _prompt(
+        self, question: Question
+    ) -> tuple[tuple[int, ...], engine_request.EncodedPrompt | None]:
+        """The prompt's token ids, and what encoders made of files that it carries."""
+        from pydantic import TypeAdapter
+
+        from app.api.errors import ApiError
+        from app.api.generation import read_prompt
+        from app.api.media_parts import own_intake
+        from app.api.messages import Messages
+
         if question.raw_prompt is not None:
-            return tuple(tokenizer.encode(question.raw_prompt))
-        return tokenizer.render(question.messages)
+            return tuple(await asyncio.to_thread(self._engine.tokenizer.encode, question.raw_prompt)), None
+        messages = TypeAdapter(Messages).validate_python(list(question.messages))
+        try:
+            return await read_prompt(messages, self._engine, own_intake())
+        except ApiError as error:
+            raise CommandError(error.message) from error
 
     def _sampling(self, question: Question) -> SamplingParams:
         """The question's own choices over the model's defaults; a seed of our own where none is given."""

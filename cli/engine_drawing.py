@@ -35,8 +35,11 @@ async def open_drawing_nodes(target: Target, model: str) -> AsyncIterator[Engine
     start_logging(logging.ERROR)  # what goes wrong is said once, by the command
     settings = settings_of(target, model)
     from app.engine.diffusion.swarm import open_pictures
+    from app.engine.swarm import open_songs
+    from slicing.music import is_music
 
-    async with open_pictures(settings) as opened:
+    opening = open_songs(settings) if is_music(model) else open_pictures(settings)
+    async with opening as opened:
         status = opened.engine.coverage()
         if not status.is_ready:
             errors = opened.directory.last_errors.items()
@@ -88,13 +91,14 @@ class EngineDrawer:
             height=int(match[2]) if match else self._engine.defaults.height,
             num_frames=order.frames,
             seconds=order.seconds,
-            steps=order.steps or self._engine.defaults.steps,
+            steps=order.steps or self._engine.defaults.steps or None,
             guidance_scale=order.guidance,
             seed=order.seed,
             patches=order.patches or 1,
             warmup=WARMUP_STEPS if order.warmup is None else order.warmup,
             extrapolate=order.extrapolate,
             two_streams=order.two_streams,
+            temperature=order.temperature,
         )
 
 

@@ -9,7 +9,7 @@ import ipaddress
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
@@ -19,6 +19,8 @@ from cli.answer import End, Piece, Question, Timings
 from cli.drawing import SUFFIXES
 from cli.failures import CommandError
 
+EMBEDDINGS: Final = "embeddings"  # what models of vectors make
+TRANSCRIPTS: Final = "transcripts"  # what models make that take recordings and nothing else
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
 CONNECT_TIMEOUT_S: Final = 5.0
 _SHARES: Final = ("compute_s", "local_s", "network_s", "crypto_s", "queue_s")  # in the order of Timings
@@ -80,7 +82,7 @@ class Gateway:
         return _objects(reply.get("data"))
 
     async def output_of(self, model: str, *, wants_drawing: bool) -> str:
-        """What a model makes: text, image, video or audio; text where the gateway does not say.
+        """What a model makes: text, image, video, audio or embeddings; text where the gateway does not say.
 
         Raises GatewayError for that when a drawing is wanted, which only a gateway that knows the model can make.
         """
@@ -91,11 +93,15 @@ class Gateway:
                 raise
             return "text"  # what is wrong, the question itself will show
 
-    async def first_that(self, *, draws: bool) -> tuple[str, str]:
-        """The first model listed that makes no text, or text, and what it makes; the first of all where none does."""
+    async def first_that(self, *, draws: bool, hears: bool = False) -> tuple[str, str]:
+        """The first model listed that draws, writes recordings down, or makes text, and what it makes.
+
+        The first of all where none does.
+        """
         first = await self.first_model()
         listed = {str(card["id"]): _output(card) for card in await self.list_models()}
-        fitting = (name for name, output in listed.items() if (output != "text") == draws)
+        wanted = SUFFIXES if draws else (TRANSCRIPTS if hears else "text",)
+        fitting = (name for name, output in listed.items() if output in wanted)
         name = next(fitting, first)
         return name, listed.get(name, "text")
 
@@ -103,9 +109,21 @@ class Gateway:
         self, path: str, body: dict[str, Any] | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream that a POST opens, or a GET without a body. Raises GatewayError."""
-        method = "GET" if body is None else "POST"
+        async with aclosing(self._events("GET" if body is None else "POST", path, json=body)) as events:
+            async for event in events:
+                yield event
+
+    async def upload(
+        self, path: str, fields: dict[str, str], file: tuple[str, bytes]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Send a form with a file (its name, its content), and yield the events that come back. Raises GatewayError."""
+        async with aclosing(self._events("POST", path, data=fields, files={"file": file})) as events:
+            async for event in events:
+                yield event
+
+    async def _events(self, method: str, path: str, **options: Any) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            async with self._client.stream(method, path, json=body) as response:
+            async with self._client.stream(method, path, **options) as response:
                 await self._check(response)
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and (payload := line[5:].strip()) not in ("", "[DONE]"):
@@ -287,7 +305,9 @@ def _output(card: dict[str, Any]) -> str:
         output = str(card["architecture"]["output_modalities"][0])
     except (KeyError, IndexError, TypeError):
         return "text"
-    return output if output in SUFFIXES else "text"
+    if output == "text" and card["architecture"].get("input_modalities") == ["audio"]:
+        return TRANSCRIPTS
+    return output if output in SUFFIXES or output == EMBEDDINGS else "text"
 
 
 def _event(payload: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""`diffuse query`: one question, its answer as it comes, and where the time went; or a picture, video or sound."""
+"""`diffuse query`: one question, its answer as it comes, and where the time went; or a picture, sound or transcript."""
 
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +12,20 @@ import typer
 from cli import options as opt
 from cli import show
 from cli.answer import End, Piece, Question
+from cli.attachments import with_attachments
 from cli.draw import draw
 from cli.drawing import Order
+from cli.gateway import EMBEDDINGS, TRANSCRIPTS
 from cli.runtime import run_asking
 from cli.target import Target, chosen, open_answerer, open_drawer
+from cli.transcript import show_transcript
+from cli.vectors import show_vector
 
 
 def query(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; - reads standard input.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="What to ask; - reads standard input.")
+    ] = None,
     url: opt.UrlOption = None,
     api_key: opt.ApiKeyOption = None,
     node: opt.NodesOption = None,
@@ -29,6 +35,8 @@ def query(
     max_tokens: opt.MaxTokensOption = None,
     temperature: opt.TemperatureOption = None,
     seed: opt.SeedOption = None,
+    image: opt.ImagesOption = None,
+    audio: opt.AudiosOption = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
@@ -82,7 +90,12 @@ def query(
         runner,
         per_block,
     )
-    text = opt.read_prompt(prompt)
+    text = opt.read_prompt(prompt) if prompt is not None else ""
+    files = _Files(tuple(image or ()), tuple(audio or ()), out)
+    if prompt is None and not files.recordings:
+        raise typer.BadParameter("say what to ask", param_hint="'--prompt'")
+    if raw and (image or audio):
+        raise typer.BadParameter("pictures and recordings need the chat template", param_hint="'--raw'")
     question = Question(
         opt.messages_of(text, system),
         raw_prompt=text if raw else None,
@@ -105,23 +118,62 @@ def query(
         frames=frames,
         seconds=seconds,
         wire=None if wire is opt.Wire.AUTO else wire.value,
+        temperature=temperature,
     )
-    run_asking(_query(target, question, order, out, as_json=json, has_system=system is not None))
+    run_asking(_query(target, question, order, files, as_json=json, system=system))
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What goes in besides words, and where what comes out is kept."""
+
+    pictures: tuple[Path, ...]
+    recordings: tuple[Path, ...]
+    out: Path | None
 
 
 async def _query(
-    target: Target, question: Question, order: Order, out: Path | None, *, as_json: bool, has_system: bool
+    target: Target, question: Question, order: Order, files: _Files, *, as_json: bool, system: str | None
 ) -> None:
+    out, has_system = files.out, system is not None
     drawing_flags = _drawing_flags(order, out) | {"--per-block": target.per_block}
-    wants_drawing = any(value not in (None, False) for value in drawing_flags.values())
-    target, output = await chosen(target, wants_drawing=wants_drawing)
+    is_mute = bool(files.recordings) and not order.prompt
+    wants_drawing = any(value not in (None, False) for value in drawing_flags.values()) and not is_mute
+    target, output = await chosen(target, wants_drawing=wants_drawing, wants_words=is_mute)
+    if output == TRANSCRIPTS:
+        await _write_down(target, question, order, files, as_json=as_json, has_system=has_system)
+        return
+    if is_mute:
+        raise typer.BadParameter("say what to ask about the recording", param_hint="'--prompt'")
     if output == "text":
         _refuse_flags(drawing_flags, "is for models that make pictures, videos or sounds")
+        content = with_attachments(order.prompt, files.pictures, files.recordings)
+        question = replace(question, messages=opt.messages_of(content, system))
         await (_ask_as_json(target, question) if as_json else _ask(target, question))
         return
-    _refuse_flags(_text_flags(question, has_system=has_system), "is for models that make text")
+    if output == EMBEDDINGS:
+        flags = drawing_flags | _text_flags(question, output, files, has_system=has_system)
+        _refuse_flags(flags, "is not for models that make vectors")
+        await show_vector(target, order.prompt, as_json=as_json)
+        return
     async with open_drawer(target, output) as drawer:
+        text_flags = _text_flags(question, drawer.output, files, has_system=has_system)
+        _refuse_flags(text_flags, "is for models that make text")
         await draw(drawer, order, out, as_json=as_json)
+
+
+async def _write_down(
+    target: Target, question: Question, order: Order, files: _Files, *, as_json: bool, has_system: bool
+) -> None:
+    """One recording; the prompt, where there is one, says how things are spelled."""
+    flags = _text_flags(question, "audio", files, has_system=has_system) | _drawing_flags(order, None)
+    flags |= {"--image": bool(files.pictures), "--per-block": target.per_block}
+    del flags["--image, --audio"]
+    _refuse_flags(flags, "is not for models that write recordings down")
+    if len(files.recordings) != 1:
+        raise typer.BadParameter("give one recording", param_hint="'--audio'")
+    wishes = {"prompt": order.prompt, "temperature": question.temperature, "seed": question.seed}
+    await show_transcript(target, files.recordings[0], files.out, as_json=as_json, **wishes)
 
 
 def _refuse_flags(given: dict[str, object], why: str) -> None:
@@ -131,13 +183,16 @@ def _refuse_flags(given: dict[str, object], why: str) -> None:
             raise typer.BadParameter(f"it {why}", param_hint=f"'{flag}'")
 
 
-def _text_flags(question: Question, *, has_system: bool) -> dict[str, object]:
+def _text_flags(question: Question, output: str, files: _Files, *, has_system: bool) -> dict[str, object]:
     return {
         "--max-tokens": question.max_tokens,
-        "--temperature": question.temperature,
+        "--temperature": None
+        if output == "audio"
+        else question.temperature,  # some sounds are made of tokens
         "--raw": question.raw_prompt is not None,
         "--draft": question.draft,
         "--system": has_system,
+        "--image, --audio": bool(files.pictures or files.recordings),
     }
 
 

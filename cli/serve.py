@@ -105,6 +105,14 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="A web origin whose pages may call.")
     ] = None,
+    allow_remote_media: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-remote-media",
+            metavar="HOST[,HOST]|any",
+            help="Fetch pictures and recordings of chat messages from these hosts. Left out: from none.",
+        ),
+    ] = None,
     prefix_secret: Annotated[
         Path | None,
         typer.Option(
@@ -146,6 +154,7 @@ def serve(
         "allow_open": allow_open or None,
         "allowed_hosts": _hosts(allowed_host, public_addr),
         "cors_origins": cors_origin,
+        "allow_remote_media": ",".join(allow_remote_media) if allow_remote_media else None,
         "model_aliases": ",".join(alias) if alias else None,
         "max_requests": max_requests,
         "request_timeout_s": request_timeout,

@@ -76,8 +76,10 @@ class Target:
         return self.url or DEFAULT_URL
 
 
-async def chosen(target: Target, *, wants_drawing: bool) -> tuple[Target, str]:
-    """Settle which model is asked, and what it makes: text, image, video or audio; "drawn" where only that is known.
+async def chosen(target: Target, *, wants_drawing: bool, wants_words: bool = False) -> tuple[Target, str]:
+    """Settle which model is asked, and what it makes: text, transcripts, embeddings, image, video or audio.
+
+    "drawn" where no more than that is known.
 
     Of a gateway's models, where none is named, the first that makes what is wanted.
     """
@@ -88,13 +90,20 @@ async def chosen(target: Target, *, wants_drawing: bool) -> tuple[Target, str]:
         async with open_gateway(url, api_key=target.api_key, model=target.model or "") as gateway:
             if target.model is not None:
                 return target, await gateway.output_of(target.model, wants_drawing=wants_drawing)
-            model, output = await gateway.first_that(draws=wants_drawing)
+            model, output = await gateway.first_that(draws=wants_drawing, hears=wants_words)
             return replace(target, model=model), output
     if target.model is None:
         return target, "text"  # as the model that is asked then
     from cli.engine import makes_pictures
 
-    return target, "drawn" if makes_pictures(target, target.model) else "text"
+    if makes_pictures(target, target.model):
+        return target, "drawn"
+    from cli.engine_transcript import makes_transcripts
+    from cli.engine_vectors import makes_vectors
+
+    if makes_transcripts(target, target.model):
+        return target, "transcripts"
+    return target, "embeddings" if makes_vectors(target, target.model) else "text"
 
 
 @asynccontextmanager

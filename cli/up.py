@@ -21,12 +21,16 @@ from cli.loading import LoadingView
 from cli.telling import Teller
 
 MAX_NODES = 64
+DIFFUSION_KINDS = ("picture", "video", "audio")
 PICTURES = "tiny-pictures"  # comes with this program, and opens in a second
 NO_PICTURES = "none"
 PICTURE_PROMPT = "a large red circle on a blue background"
 QUESTION = '"messages": [{"role": "user", "content": "Name three rivers of Europe."}]'
-TRIALS = {  # by what a model makes: where it is asked, and a first request
+VECTORS = ("embeddings", '"input": "The quick brown fox."')
+TRIALS = {  # by what a model is: where it is asked, and a first request
     "text": ("chat/completions", f'"stream": true, "temperature": 0.2, {QUESTION}'),
+    "encoder": VECTORS,
+    "embedding": VECTORS,
     "picture": ("images/generations", '"prompt": "a red circle", "seed": 7'),
     "video": ("videos", '"prompt": "a red circle", "seed": 7'),
     "audio": ("audio/speech", '"input": "rain on a roof", "seed": 7'),
@@ -202,7 +206,7 @@ class _Swarm:
 
     def _local_layers(self, prepared: Event) -> tuple[int, int]:
         """How many layers stay at home: none of a diffusion model's blocks do. Raises `CommandError`."""
-        if prepared.get("kind", "text") == "text":
+        if prepared.get("kind", "text") not in DIFFUSION_KINDS:
             return self._plan.local_layers
         if self._plan.ends is opt.Ends.REMOTE or self._plan.draft:
             raise CommandError(f"--ends remote and --draft are for text models; {prepared['model']} is none")
@@ -241,11 +245,15 @@ def _announce(ready: Event, prepared: Event, pictures: str | None) -> None:
     url = str(ready["url"])
     models: list[Any] = ready.get("models") or [prepared["model"]]
     show.out("")
+    show.out(f"page      {url.removesuffix('/v1')}/")
     show.out(f"base_url  {url}")
     show.out(f"models    {', '.join(map(str, models))}")
-    path, asked = TRIALS[prepared.get("kind", "text")]
-    body = f'{{"model": "{models[0]}", {asked}}}'
-    show.out(f"try       curl -N {url}/{path} -H 'Content-Type: application/json' -d '{body}'")
+    path, asked = TRIALS.get(prepared.get("kind", "text"), TRIALS["text"])
+    if prepared.get("kind") == "speech":
+        show.out(f"try       curl {url}/audio/transcriptions -F model={models[0]} -F file=@recording.wav")
+    else:
+        body = f'{{"model": "{models[0]}", {asked}}}'
+        show.out(f"try       curl -N {url}/{path} -H 'Content-Type: application/json' -d '{body}'")
     if pictures is not None and len(models) > 1:
         show.out(
             f"          diffuse query --url {url} --model {models[1]} --prompt '{PICTURE_PROMPT}' --seed 7"

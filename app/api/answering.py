@@ -15,7 +15,10 @@ from typing import Any
 from starlette.responses import Response
 
 from app.api.accounting import accounted_events
-from app.api.chat_reply import ChatReply, total_timings, usage
+from app.api.call_parser import Piece
+from app.api.chat_reply import AnswerTimings, ChatCompletion, ChatReply, reason_of, usage
+from app.api.choice_parts import ChoiceParts
+from app.api.logprobs import ChoiceLogprobs, LogprobsWriter, TokenLogprob, writers_of
 from app.api.protocol import ChatRequest
 from app.api.sse import DONE, KEEPALIVE, frame
 from app.engine.request import (
@@ -51,40 +54,60 @@ class Answering:
 
     async def whole(self) -> Response:
         """Wait for every choice and return the answer as one document."""
-        texts: list[list[str]] = [[] for _ in self.requests]
+        completion = await self.completion()
+        headers = timing_headers(completion.timings)
+        return Response(completion.model_dump_json(), media_type="application/json", headers=headers)
+
+    async def completion(self) -> ChatCompletion:
+        """Wait for every choice and return the answer."""
+        parts = [ChoiceParts(request) for request in self.requests]
         ends: dict[int, Finished] = {}
+        writers = writers_of(self.engine.tokenizer, self.requests)
+        tokens: list[list[TokenLogprob]] = [[] for _ in self.requests]
         async with aclosing(self._events(silence_s=float("inf"))) as events:
             async for item in events:
                 match item:
-                    case (index, TextDelta(text)):
-                        texts[index].append(text)
+                    case (index, TextDelta(text) as delta):
+                        parts[index].push(text)
+                        if (writer := writers[index]) is not None:
+                            tokens[index] += writer.take(delta)
                     case (index, Finished() as end):
+                        parts[index].finish()
                         ends[index] = end
         ordered = [ends[index] for index in range(len(self.requests))]
-        completion = self.reply.completion(["".join(pieces) for pieces in texts], ordered)
-        headers = timing_headers(total_timings([end.timings for end in ordered]))
-        return Response(completion.model_dump_json(), media_type="application/json", headers=headers)
+        logprobs = [
+            None if writer is None else ChoiceLogprobs(content=[*tokens[index], *writer.finish()])
+            for index, writer in enumerate(writers)
+        ]
+        return self.reply.completion(parts, ordered, logprobs)
 
     async def frames(self, asked: ChatRequest) -> AsyncGenerator[bytes, None]:
         """Yield the frames of a stream: roles, text, ends, usage if asked, `[DONE]`; comments in between."""
+        async with aclosing(self.chunks(asked)) as chunks:
+            async for chunk in chunks:
+                yield KEEPALIVE if chunk is None else frame(chunk)
+        yield DONE
+
+    async def chunks(self, asked: ChatRequest) -> AsyncGenerator[dict[str, Any] | None, None]:
+        """Yield the chunks of a stream in the order clients rely on, and None where a comment is due."""
         pulse = Pulse(self.gateway.settings.keepalive_s, self.gateway.settings.heartbeat_s)
-        writer = ChunkWriter(self.reply, asked, len(self.requests))
+        logprobs = writers_of(self.engine.tokenizer, self.requests)
+        writer = ChunkWriter(self.reply, asked, [ChoiceParts(request) for request in self.requests], logprobs)
         async with aclosing(self._events(silence_s=pulse.tick_s)) as events:
             async for item in events:
                 chunks = writer.take(item, is_late=pulse.is_due)
                 for chunk in chunks:
-                    yield frame(chunk)
+                    yield chunk
                 if chunks:
                     pulse.note_chunk()
                 elif writer.is_open and pulse.wants_chunk:
-                    yield frame(writer.heartbeat())
+                    yield writer.heartbeat()
                     pulse.note_chunk()
                 elif writer.is_open and pulse.is_due:
-                    yield KEEPALIVE
+                    yield None
                     pulse.note_comment()
         for chunk in writer.last():
-            yield frame(chunk)
-        yield DONE
+            yield chunk
 
     def _events(self, *, silence_s: float) -> AsyncGenerator[Item, None]:
         return accounted_events(
@@ -95,6 +118,13 @@ class Answering:
             silence_s=silence_s,
             count=self._count,
             tell=self._tell,
+            record=self.gateway.records.begin(
+                self.request_id,
+                answer_id=self.reply.id,
+                tenant=self.requests[0].tenant,
+                model=self.engine.model_name,
+                endpoint=self.meter.endpoint,
+            ),
         )
 
     def _count(self, index: int, event: GenerationEvent) -> None:
@@ -123,16 +153,25 @@ class Answering:
 class ChunkWriter:
     """Turns events into chunks, in the order clients rely on."""
 
-    def __init__(self, reply: ChatReply, asked: ChatRequest, num_choices: int) -> None:
+    def __init__(
+        self,
+        reply: ChatReply,
+        asked: ChatRequest,
+        parts: Sequence[ChoiceParts],
+        logprobs: Sequence[LogprobsWriter | None] = (),
+    ) -> None:
         self._reply = reply
         self._asked = asked
-        self._num_choices = num_choices
+        self._parts = parts
+        self._num_choices = len(parts)
         self._num_admitted = 0
         self._early: list[tuple[int, GenerationEvent]] = []  # what came before the stream was open
         self._progress: PrefillProgress | None = None
         self._prompt_tokens = 0
         self._num_tokens = 0
         self._ends: dict[int, Finished] = {}
+        self._logprobs = logprobs or [None] * len(parts)
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in parts]  # of chunks to come
         self.is_open = False
 
     def take(self, item: Item, *, is_late: bool) -> list[dict[str, Any]]:
@@ -168,12 +207,35 @@ class ChunkWriter:
             case TextDelta():
                 self._progress = None
                 self._num_tokens += event.num_tokens
-                if event.text:
-                    return [self._reply.text_chunk(index, event.text) | self._extras(event.timings)]
+                if (writer := self._logprobs[index]) is not None:
+                    self._tokens[index] += writer.take(event)
+                pieces = self._parts[index].push(event.text) if event.text else ()
+                return [self._piece_chunk(index, piece) | self._extras(event.timings) for piece in pieces]
             case Finished():
                 self._ends[index] = event
-                return [self._reply.finish_chunk(index, event)]
+                pieces = self._parts[index].finish()
+                last = [self._piece_chunk(index, piece) for piece in pieces]
+                reason = reason_of(event, self._parts[index])
+                return [*last, *self._last_tokens(index), self._reply.finish_chunk(index, event, reason)]
         return []
+
+    def _piece_chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, str):
+            return self._text_chunk(index, piece)
+        return self._reply.piece_chunk(index, piece)
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        """Text with its tokens, where those are asked for."""
+        if self._logprobs[index] is None:
+            return self._reply.text_chunk(index, text)
+        tokens, self._tokens[index] = self._tokens[index], []
+        return self._reply.text_chunk(index, text, tokens)
+
+    def _last_tokens(self, index: int) -> list[dict[str, Any]]:
+        """Tokens that no text came with: special ones, and those of a character that was never completed."""
+        if (writer := self._logprobs[index]) is not None:
+            self._tokens[index] += writer.finish()
+        return [self._text_chunk(index, "")] if self._tokens[index] else []
 
     def _extras(self, timings: Timings | None) -> dict[str, Any]:
         extras: dict[str, Any] = {}
@@ -209,7 +271,7 @@ class Pulse:
         self._last_sent = time.monotonic()
 
 
-def timing_headers(timings: Timings) -> dict[str, str]:
+def timing_headers(timings: Timings | AnswerTimings) -> dict[str, str]:
     """Say where the time went: `Server-Timing` (W3C, in milliseconds) and OpenAI's own header."""
     parts = {
         "total": timings.total_s,

@@ -17,6 +17,7 @@ from app.api.body import BodyLimits, read_json_object
 from app.api.chat_reply import ChatReply
 from app.api.errors import invalid
 from app.api.generation import plan_generation
+from app.api.media_parts import intake_of
 from app.api.protocol import ChatRequest, parse_chat
 from app.api.scope import request_id_of, tenant_of
 from app.api.sse import EventStream, until_disconnect
@@ -32,32 +33,50 @@ class ChatCompletions:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._limits = BodyLimits(gateway.settings.max_body_bytes, gateway.settings.body_timeout_s)
+        self._intake = intake_of(gateway.settings)
 
     async def create(self, request: Request) -> Response:
         """Answer a chat. Streams when the body says `"stream": true`."""
         arrived = time.perf_counter()
         asked = parse_chat(await read_json_object(request, self._limits))
         self._check_choices(asked)
-        beginning = self._begin(asked, request_id_of(request.scope), arrived, tenant_of(request.scope))
+        beginning = self.begin(asked, request_id_of(request.scope), arrived, tenant_of(request.scope))
         answering = await until_disconnect(request.receive, beginning)
         if asked.stream:
             return EventStream(answering.frames(asked), partial(self._gateway.failure, request.scope))
         return await until_disconnect(request.receive, answering.whole())
 
-    async def _begin(self, asked: ChatRequest, request_id: str, arrived: float, tenant: bytes) -> Answering:
+    async def begin(
+        self,
+        asked: ChatRequest,
+        request_id: str,
+        arrived: float,
+        tenant: bytes,
+        *,
+        endpoint: str = PATH,
+        id_prefix: str = "chatcmpl-",
+    ) -> Answering:
+        """Plan what a valid request asks for. Raises `ApiError` and what `ready_engine` and `plan_generation` do."""
         own, wishes = self._gateway.settings, asked.diffuse
         route = own.route if wishes is None else wishes.over(own.route)
         draft = own.draft if wishes is None or wishes.draft is None else wishes.draft
         engine = await self._gateway.ready_engine(asked.model)
-        completion_id = f"chatcmpl-{secrets.token_hex(12)}"
+        completion_id = f"{id_prefix}{secrets.token_hex(12)}"
         deadline_s = self._gateway.settings.request_timeout_s or None
         planned = await plan_generation(
-            asked, engine, completion_id, deadline_s=deadline_s, route=route, draft=draft, tenant=tenant
+            asked,
+            engine,
+            completion_id,
+            self._intake,
+            deadline_s=deadline_s,
+            route=route,
+            draft=draft,
+            tenant=tenant,
         )
         meter = RequestMeter(
             self._gateway.metrics,
             model=engine.model_name,
-            endpoint=PATH,
+            endpoint=endpoint,
             is_stream=bool(asked.stream),
             arrived=arrived,
         )

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from app.api.call_parser import CallArguments, CallStart, Piece, call_json
+from app.api.choice_parts import ChoiceParts
+from app.api.logprobs import ChoiceLogprobs, TokenLogprob
 from app.api.messages import Lenient
 from app.engine.request import Finished, PrefillProgress, Timings
+
+ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorText(Lenient):
@@ -37,6 +44,7 @@ class CompletionTokensDetails(Lenient):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    forced_tokens: int = 0  # that a grammar left no choice of
 
 
 class Usage(Lenient):
@@ -71,13 +79,36 @@ class DraftsField(Lenient):
     off: str | None = None
 
 
+class CalledFunction(Lenient):
+    """What is called; `arguments` is a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(Lenient):
+    """A call that the assistant asks for."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(Lenient):
-    """What the assistant says."""
+    """What the assistant says. There is no `tool_calls` where it calls nothing."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
     annotations: tuple[Any, ...] = ()
+    tool_calls: list[CalledTool] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = serialize(self)
+        if self.tool_calls is None:
+            told.pop("tool_calls", None)
+        return told
 
 
 class Choice(Lenient):
@@ -85,8 +116,8 @@ class Choice(Lenient):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
-    finish_reason: Literal["stop", "length"]
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: ChatReason
 
 
 class RouteHopField(Lenient):
@@ -154,6 +185,11 @@ def drafts_of(ends: Sequence[Finished]) -> DraftsField:
     )
 
 
+def reason_of(end: Finished, parts: ChoiceParts) -> ChatReason:
+    """Why a choice ended, as chats tell it."""
+    return "tool_calls" if parts.has_calls and end.reason == "stop" else end.reason
+
+
 def _as_json(route: Sequence[RouteHopField]) -> list[dict[str, Any]]:
     return [hop.model_dump(mode="json") for hop in route]
 
@@ -168,11 +204,21 @@ class ChatReply:
         self.fingerprint = ""
         self._counts_usage = counts_usage  # then chunks before the usage chunk carry `usage: null`
 
-    def completion(self, texts: Sequence[str], ends: Sequence[Finished]) -> ChatCompletion:
-        """Return the whole answer; `texts[i]` and `ends[i]` belong to choice i."""
+    def completion(
+        self,
+        parts: Sequence[ChoiceParts],
+        ends: Sequence[Finished],
+        logprobs: Sequence[ChoiceLogprobs | None] = (),
+    ) -> ChatCompletion:
+        """Return the whole answer; `parts[i]`, `ends[i]` and `logprobs[i]`, if any, belong to choice i."""
         choices = [
-            Choice(index=index, message=AnswerMessage(content=text), finish_reason=end.reason)
-            for index, (text, end) in enumerate(zip(texts, ends, strict=True))
+            Choice(
+                index=index,
+                message=AnswerMessage.model_validate({"content": part.text, "tool_calls": part.calls}),
+                logprobs=logprobs[index] if logprobs else None,
+                finish_reason=reason_of(end, part),
+            )
+            for index, (part, end) in enumerate(zip(parts, ends, strict=True))
         ]
         return ChatCompletion(
             id=self.id,
@@ -190,17 +236,35 @@ class ChatReply:
     def role_chunk(self, index: int) -> dict[str, Any]:
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
-    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(index, {"content": text})
+    def text_chunk(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None = None
+    ) -> dict[str, Any]:
+        chunk = self._chunk(index, {"content": text})
+        if logprobs is not None:
+            chunk["choices"][0]["logprobs"] = ChoiceLogprobs(content=list(logprobs)).model_dump()
+        return chunk
+
+    def piece_chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece of text, the beginning of a call, or more of its arguments."""
+        match piece:
+            case str():
+                return self.text_chunk(index, piece)
+            case CallStart():
+                call = {"index": piece.index} | call_json(piece, "")
+            case CallArguments():
+                call = {"index": piece.index, "function": {"arguments": piece.text}}
+        return self._chunk(index, {"tool_calls": [call]})
 
     def heartbeat_chunk(self, progress: PrefillProgress | None) -> dict[str, Any]:
         """An empty delta: clients that count only parsed chunks see that the answer is alive."""
         chunk = self._chunk(0, {})
-        return chunk if progress is None else chunk | {"prefill": asdict(progress)}
+        if progress is None:
+            return chunk
+        return chunk | {"prefill": {"done": progress.done, "total": progress.total}}
 
-    def finish_chunk(self, index: int, end: Finished) -> dict[str, Any]:
+    def finish_chunk(self, index: int, end: Finished, reason: ChatReason) -> dict[str, Any]:
         self.fingerprint = end.fingerprint or self.fingerprint
-        chunk = self._chunk(index, {}, end.reason)
+        chunk = self._chunk(index, {}, reason)
         told = {"timings": asdict(end.timings) | {"replays": end.replays}, "replays": end.replays}
         told |= {"drafts": drafts_of([end]).model_dump()}
         return chunk | told | {"route": _as_json(route_of(end))}
@@ -219,6 +283,7 @@ class ChatReply:
         details = CompletionTokensDetails(
             accepted_prediction_tokens=drafts.accepted,
             rejected_prediction_tokens=drafts.drafted - drafts.accepted,
+            forced_tokens=sum(end.forced for end in ends),
         )
         cached = PromptTokensDetails(cached_tokens=min(end.cached_tokens for end in ends))
         return counted.model_copy(

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from app.api.answer_form import form_of
 from app.api.errors import ApiError, invalid
 from app.api.media_parts import MediaIntake
 from app.api.messages import ChatMessage
-from app.api.protocol import ChatRequest
+from app.api.protocol import AnswerFields, ChatRequest
 from app.engine.drafts import DraftMode
 from app.engine.request import EncodedPrompt, GenerationRequest, TextEngine
 from app.engine.route_options import ANY_ROUTE, RouteOptions
@@ -40,6 +41,7 @@ async def plan_generation(
     sampling = sampling_params(asked, engine)
     began = time.perf_counter()
     async with asyncio.timeout(deadline_s):
+        form = await form_of(asked, engine)
         prompt_ids, encoded = await read_prompt(
             asked.messages,
             engine,
@@ -55,8 +57,8 @@ async def plan_generation(
         prompt_ids=prompt_ids,
         sampling=sampling,
         max_tokens=min(asked.token_limit or room, room),
-        stop=asked.stops,
-        stop_token_ids=frozenset() if asked.ignore_eos else tokenizer.stop_token_ids,
+        stop=(*asked.stops, *form.stops),
+        stop_token_ids=frozenset() if asked.ignore_eos and form.grammar is None else tokenizer.stop_token_ids,
         deadline_s=None if deadline_s is None else max(0.0, deadline_s - (time.perf_counter() - began)),
         continues_text=asked.continues_text,
         route=route,
@@ -64,6 +66,9 @@ async def plan_generation(
         tenant=tenant,
         is_open_ended=not asked.token_limit,
         encoded=encoded,
+        num_logprobs=asked.num_logprobs,
+        grammar=form.grammar,
+        tools=form.tools,
     )
     return tuple(
         replace(first, request_id=f"{request_id}-{index}", sampling=replace(sampling, stream=index))
@@ -71,7 +76,7 @@ async def plan_generation(
     )
 
 
-def sampling_params(asked: ChatRequest, engine: TextEngine) -> SamplingParams:
+def sampling_params(asked: AnswerFields, engine: TextEngine) -> SamplingParams:
     """Choose every sampling value; without a seed, a random one."""
     defaults = engine.tokenizer.defaults
     top_k = _first(asked.top_k, defaults.top_k)
@@ -88,14 +93,17 @@ def sampling_params(asked: ChatRequest, engine: TextEngine) -> SamplingParams:
     )
 
 
-def context_exceeded(engine: TextEngine, num_tokens: int | None = None) -> ApiError:
+def context_exceeded(
+    engine: TextEngine, num_tokens: int | None = None, *, param: str = "messages"
+) -> ApiError:
     """The prompt leaves no room for an answer; clients recognise the wording."""
     counted = "more" if num_tokens is None else f"{num_tokens} tokens"
+    what, have = ("messages", "have") if param == "messages" else (param.partition(".")[0], "has")
     message = (
         f"This model's maximum context length is {engine.max_positions} tokens, "
-        f"but the messages have {counted}. Please reduce the length of the messages."
+        f"but the {what} {have} {counted}. Please reduce the length of the {what}."
     )
-    return ApiError(400, "context_length_exceeded", message, param="messages")
+    return ApiError(400, "context_length_exceeded", message, param=param)
 
 
 async def read_prompt(
@@ -119,6 +127,29 @@ async def read_prompt(
             return _fitting(engine, await _render(engine, told, continue_final, variables)), None
         prompt = await reader.read(told, continue_final=continue_final, variables=variables)
         return _fitting(engine, prompt.prompt_ids), await reader.encode(prompt)
+
+
+async def prompt_tokens(
+    messages: Sequence[ChatMessage],
+    engine: TextEngine,
+    intake: MediaIntake,
+    *,
+    continue_final: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Return the prompt's token ids alone, also where they leave no room for an answer; nothing is encoded.
+
+    Raises `ApiError` 400 or `RequestError`.
+    """
+    reader: PromptReader | None = getattr(engine, "prompt_reader", None)
+    variables = variables or {}
+    async with intake.taken(messages, engine.model_name, reader) as media:
+        told = [message.for_template(media.get(number, {})) for number, message in enumerate(messages)]
+        _check_length([told, variables], engine)
+        if reader is None or not reader.renders:
+            return await _render(engine, told, continue_final, variables)
+        prompt = await reader.read(told, continue_final=continue_final, variables=variables)
+        return prompt.prompt_ids
 
 
 def _fitting(engine: TextEngine, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,7 +185,7 @@ def _num_chars(value: Any) -> int:
             return 0
 
 
-def _logit_bias(asked: ChatRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _logit_bias(asked: AnswerFields, vocab_size: int) -> tuple[tuple[int, float], ...]:
     bias = sorted((int(token_id), value) for token_id, value in (asked.logit_bias or {}).items())
     if bias and bias[-1][0] >= vocab_size:
         raise invalid("logit_bias", f"token {bias[-1][0]} is outside the vocabulary of {vocab_size}")

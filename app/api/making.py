@@ -49,6 +49,13 @@ class Making:
             silence_s=silence_s,
             count=lambda _, event: self.meter.count(event),
             tell=self._tell,
+            record=self.gateway.records.begin(
+                self.request_id,
+                answer_id=self.requests[0].request_id,
+                tenant=self.requests[0].tenant,
+                model=self.engine.model_name,
+                endpoint=self.meter.endpoint,
+            ),
         )
 
     async def made(self) -> AsyncGenerator[tuple[int, Made], None]:
@@ -61,7 +68,8 @@ class Making:
 
     def _tell(self, outcome: str) -> None:
         name, num, steps = self.engine.model_name, len(self.requests), self.requests[0].steps
-        log.info("request %s: %s of %s, %d answers of %s steps", self.request_id, outcome, name, num, steps)
+        each = f" of {steps} steps" if steps else ""
+        log.info("request %s: %s of %s, %d answers%s", self.request_id, outcome, name, num, each)
 
 
 class HopField(Lenient):

@@ -9,12 +9,13 @@ import asyncio
 import base64
 import binascii
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 from app.api.errors import invalid, unsupported
 from app.api.messages import ChatMessage, ContentPart
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CODE = "invalid_media"
 AT_ONCE = 4  # requests; each may hold the limits below, decoded
+FETCHING_AT_ONCE = 8  # requests; each may hold one file's limit of what it fetched
 Media = Mapping[int, Mapping[int, Any]]  # message number -> part number -> picture or samples
 SENSES: Mapping[str, Modality] = {"image_url": "image", "input_audio": "audio"}
 NAMES: Mapping[str, str] = {"image": "pictures", "audio": "recordings"}
@@ -59,6 +61,7 @@ class MediaIntake:
         self._limits = limits
         self._remote = remote
         self._places = asyncio.Semaphore(AT_ONCE)
+        self._fetches = asyncio.Semaphore(FETCHING_AT_ONCE)
 
     @asynccontextmanager
     async def taken(
@@ -74,8 +77,9 @@ class MediaIntake:
             yield {}
             return
         assert sensing is not None
+        fetched = await self._fetched(parts)
         async with self._places:
-            yield await self._decoded(parts, sensing)
+            yield await self._decoded(parts, fetched, sensing)
 
     def _check(
         self, parts: Sequence[tuple[int, int, ContentPart]], model: str, sensing: Sensing | None
@@ -89,51 +93,70 @@ class MediaIntake:
             if number == self._limits.max_parts:
                 raise invalid(param, f"a request holds at most {number} pictures and recordings here")
 
-    async def _decoded(self, parts: Sequence[tuple[int, int, ContentPart]], sensing: Sensing) -> Media:
+    async def _fetched(self, parts: Sequence[tuple[int, int, ContentPart]]) -> Mapping[str, bytes]:
+        """Fetch what lies behind URLs, in the time and size of one file for all of a request.
+
+        Slow hosts keep others from fetching, never from sending what they have.
+        """
+        wanted = [(part, _sent(part[2])) for part in parts if _is_remote(_sent(part[2]))]
+        fetched: dict[str, bytes] = {}
+        if not wanted:
+            return fetched
+        async with self._fetches:
+            began, left = time.monotonic(), self._remote.max_bytes
+            for part, url in wanted:
+                if url in fetched:
+                    continue
+                left_s = max(0.0, self._remote.timeout_s - (time.monotonic() - began))
+                with _refusing(_param(*part)):
+                    fetched[url] = await replace(self._remote, max_bytes=left, timeout_s=left_s).fetch(url)
+                left -= len(fetched[url])
+        return fetched
+
+    async def _decoded(
+        self,
+        parts: Sequence[tuple[int, int, ContentPart]],
+        fetched: Mapping[str, bytes],
+        sensing: Sensing,
+    ) -> Media:
         decoded: dict[int, dict[int, Any]] = {}
         pixels, seconds = self._limits.max_all_pixels, self._limits.max_recording_s
         for message, place, part in parts:
             with _refusing(_param(message, place, part)):
                 if part.image_url is not None:
-                    picture = await self._picture(part.image_url.url, pixels)
+                    picture = await self._picture(part.image_url.url, fetched, pixels)
                     pixels -= picture.width * picture.height
                     decoded.setdefault(message, {})[place] = picture
                 elif part.input_audio is not None:
-                    samples = await self._recording(part.input_audio.data, sensing, seconds)
+                    samples = await self._recording(part.input_audio.data, fetched, sensing, seconds)
                     seconds -= len(samples) / sensing.sampling_rate
                     decoded.setdefault(message, {})[place] = samples
         return decoded
 
-    async def _picture(self, url: str, left: int) -> Any:
+    async def _picture(self, url: str, fetched: Mapping[str, bytes], left: int) -> Any:
         from app.media.picture_in import read_picture
 
         if left < 1:
             raise UnusableMediaError(
                 f"the pictures have more than {self._limits.max_all_pixels} pixels together"
             )
-        data = await self._bytes_of(url)
+        data = await _bytes_of(url, fetched)
         return await asyncio.to_thread(read_picture, data, max_pixels=min(left, self._limits.max_pixels))
 
-    async def _recording(self, text: str, sensing: Sensing, left: float) -> Any:
+    async def _recording(self, text: str, fetched: Mapping[str, bytes], sensing: Sensing, left: float) -> Any:
         from app.media.recording import decode_recording
 
         if left <= 0:
             raise UnusableMediaError(
                 f"the recordings are longer than {self._limits.max_recording_s:g} s together"
             )
-        data = await self._bytes_of(text)
+        data = await _bytes_of(text, fetched)
         stop = threading.Event()
         decode = partial(decode_recording, data, rate=sensing.sampling_rate, stop=stop)
         try:
             return await asyncio.to_thread(decode, max_s=min(left, sensing.max_recording_s))
         finally:
             stop.set()
-
-    async def _bytes_of(self, sent: str) -> bytes:
-        scheme = sent[:8].partition(":")[0].lower()
-        if scheme in ("http", "https"):
-            return await self._remote.fetch(sent)
-        return await asyncio.to_thread(sent_bytes, sent)
 
 
 def intake_of(settings: GatewaySettings) -> MediaIntake:
@@ -150,6 +173,20 @@ def own_intake() -> MediaIntake:
     return MediaIntake(limits, RemoteMedia(frozenset()))
 
 
+def _sent(part: ContentPart) -> str:
+    if part.image_url is not None:
+        return part.image_url.url
+    return part.input_audio.data if part.input_audio is not None else ""
+
+
+def _is_remote(sent: str) -> bool:
+    return sent[:8].partition(":")[0].lower() in ("http", "https")
+
+
+async def _bytes_of(sent: str, fetched: Mapping[str, bytes]) -> bytes:
+    return fetched[sent] if _is_remote(sent) else await asyncio.to_thread(sent_bytes, sent)
+
+
 def sent_bytes(sent: str) -> bytes:
     """Return what a data: URI (RFC 2397) or base64 alone holds. Raises UnusableMediaError."""
     text = sent
@@ -159,6 +196,7 @@ def sent_bytes(sent: str) -> bytes:
             raise UnusableMediaError("a data: URI has a comma before what it holds")
         if not head.rstrip().lower().endswith(";base64"):
             return unquote_to_bytes(text)
+        text = unquote(text) if "%" in text else text
     elif "://" in sent[:16]:
         raise UnusableMediaError("send a data: URI, base64, or an http(s) URL")
     try:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api import picture_links
+from app.api import page, picture_links
 from app.api.errors import ApiError, is_client_gone
 from app.api.scope import REQUEST_ID, TENANT
 from app.gateway import Gateway
@@ -119,7 +119,7 @@ def _bare(host: str) -> str:
 
 
 class ApiKeys:
-    """Asks for a key where keys are set. Health, docs and preflight stay open; metrics too, on loopback.
+    """Asks for a key where keys are set. Health, docs, page and preflight stay open; metrics too, on loopback.
 
     So do pictures under a URL, which is a secret of its own: a page shows them without the key.
     """
@@ -137,8 +137,9 @@ class ApiKeys:
 
     def _is_open(self, scope: Scope) -> bool:
         path = scope["path"]
-        is_link = scope["method"] in ("GET", "HEAD") and path.startswith(picture_links.FOLDER)
-        return scope["method"] == "OPTIONS" or is_link or path in self._open_paths
+        is_file = path == page.ROOT or path.startswith((picture_links.FOLDER, page.FOLDER))
+        is_open_file = is_file and scope["method"] in ("GET", "HEAD")
+        return scope["method"] == "OPTIONS" or is_open_file or path in self._open_paths
 
     def _knows(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)

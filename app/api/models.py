@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from starlette.requests import Request
@@ -10,27 +9,17 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.errors import ApiError, not_ready
 from app.api.messages import Lenient
-from app.engine.request import KnownModel, ModelState
+from app.engine.request import KnownModel, Modality, ModelState
 from app.gateway import Gateway
-from slicing.diffusion.kinds import Kind
 
 PATH = "/v1/models"
 ONE_PATH = "/v1/models/{model:path}"  # ids hold slashes, which clients send as %2F
 
 
-Modality = Literal["text", "image", "video", "audio"]
-MODALITIES: Mapping[Kind | None, Modality] = {
-    None: "text",
-    Kind.PICTURE: "image",
-    Kind.VIDEO: "video",
-    Kind.AUDIO: "audio",
-}
-
-
 class Architecture(Lenient):
     """What goes in and what comes out."""
 
-    input_modalities: tuple[Literal["text"], ...] = ("text",)
+    input_modalities: tuple[Modality, ...] = ("text",)
     output_modalities: tuple[Modality, ...] = ("text",)
 
 
@@ -98,7 +87,7 @@ def describe_model(name: str, known: KnownModel) -> ModelCard:
         id=name,
         created=known.created,
         max_model_len=known.max_positions,
-        architecture=Architecture(output_modalities=(MODALITIES[known.kind],)),
+        architecture=Architecture(input_modalities=known.takes, output_modalities=(known.makes,)),
         status=status.state,
         layers=status.num_layers,
         layers_covered=status.layers_covered,

@@ -15,18 +15,18 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from app.api.errors import from_validation, invalid, unsupported
 from app.api.messages import Lenient, Messages, continues_last, refuse, refuse_order
 from app.api.routing_field import RoutingField
+from app.api.tool_fields import FormFields
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # each is looked for at every character of the answer
 MAX_VARIABLES = 64  # flags for the chat template
 MAX_LOGIT_BIAS = 300
+MAX_TOP_LOGPROBS = 20
 MAX_NAME = 256  # characters of a model's name
 
 # Extensions of other servers that would change the answer, each with the values that ask for nothing.
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
-    "logprobs": (False,),
     "audio": (),
     "web_search_options": (),
     "moderation": (),
@@ -104,14 +104,10 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class ChatRequest(Lenient):
-    """A chat completion request; None means the default everywhere."""
+class AnswerFields(Lenient):
+    """What chats and completions share: how tokens are chosen, where answers end, and how they travel."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
-    messages: Messages
-
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     stop: Annotated[Stops, BeforeValidator(_as_list, json_schema_input_type=Stop | Stops | None)] = Field(
         default_factory=list
@@ -132,10 +128,6 @@ class ChatRequest(Lenient):
     stream_options: StreamOptions | None = None
     timings_per_token: bool | None = None
 
-    continue_final_message: bool | None = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: Annotated[dict[str, Flag] | None, Field(max_length=MAX_VARIABLES)] = None
-
     diffuse: RoutingField | None = None
 
     @field_validator("logit_bias")
@@ -148,6 +140,36 @@ class ChatRequest(Lenient):
                 raise refuse("a bias lies between -100 and 100")
         return bias
 
+    @model_validator(mode="after")
+    def _options_fit(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options needs stream", field="stream_options")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings; empty ones would stop at once and are dropped."""
+        return tuple(stop for stop in self.stop if stop)
+
+
+class ChatRequest(AnswerFields, FormFields):
+    """A chat completion request; None means the default everywhere."""
+
+    messages: Messages
+
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Annotated[dict[str, Flag] | None, Field(max_length=MAX_VARIABLES)] = None
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_flags(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -158,8 +180,6 @@ class ChatRequest(Lenient):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise refuse("stream_options needs stream", field="stream_options")
         refuse_order(self.messages)
         if self.continue_final_message and not self.ends_with_assistant:
             raise refuse("the last message is not the assistant's", field="continue_final_message")
@@ -175,13 +195,9 @@ class ChatRequest(Lenient):
         return self.ends_with_assistant and self.continue_final_message is not False
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings; empty ones would stop at once and are dropped."""
-        return tuple(stop for stop in self.stop if stop)
+    def num_logprobs(self) -> int | None:
+        """Of how many likely tokens in each place the probabilities are told; None: of none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -191,7 +207,9 @@ class ChatRequest(Lenient):
     def template_variables(self) -> dict[str, Any]:
         """What the chat template may read: the effort, and the caller's own flags."""
         effort = self.reasoning_effort
-        own = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        tools = [tool.for_template() for tool in self.offered]
+        own: dict[str, Any] = {"tools": tools} if tools else {}
+        own |= {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return own | (self.chat_template_kwargs or {})
 
 
@@ -208,8 +226,10 @@ def refuse_not_built(body: Mapping[str, Any]) -> None:
     """Refuse fields that would change the answer and that nothing here honours."""
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs")
-    _refuse_format(body.get("response_format"))
-    _refuse_choice(body)
+    if body.get("function_call") not in (None, "none", "auto"):
+        raise unsupported("function_call", "'function_call' is not supported: use 'tools' and 'tool_choice'")
+    if body.get("functions"):
+        raise unsupported("functions", "'functions' is not supported: use 'tools'")
     if any(kind != "text" for kind in _list(body.get("modalities"))):
         raise unsupported("modalities", "this model answers in text only")
     for name, neutral in NOT_BUILT.items():
@@ -220,24 +240,6 @@ def refuse_not_built(body: Mapping[str, Any]) -> None:
 
 def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _refuse_format(wanted: Any) -> None:
-    if wanted is None:
-        return
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if kind in ("json_object", "json_schema"):
-        raise unsupported("response_format", f"response_format '{kind}' is not supported")
-    if kind != "text":
-        raise invalid("response_format.type", "response_format.type is 'text'")
-
-
-def _refuse_choice(body: Mapping[str, Any]) -> None:
-    if body.get("tools") or body.get("functions"):
-        return  # refused as such, under its own name
-    for name in ("tool_choice", "function_call"):
-        if body.get(name) not in (None, "none", "auto"):
-            raise invalid(name, f"'{name}' needs tools to choose from")
 
 
 def _list(value: Any) -> list[Any]:

@@ -1,10 +1,10 @@
-"""Recordings that clients send, decoded a few at a time and counted while they are held."""
+"""Recordings that clients send, decoded a few at a time and counted while they are held, as files and as samples."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,24 @@ class Recordings:
     @contextmanager
     def held(self, samples: np.ndarray) -> Iterator[None]:
         """Count samples as long as they are needed. Raises `ApiError` 503 where there is no room for them."""
-        if self.held_bytes + samples.nbytes > self._limit_bytes:
-            message = "this gateway holds as many recordings as it can"
-            raise unavailable("overloaded", message, BUSY_RETRY_S)
-        self.held_bytes += samples.nbytes
-        try:
+        with self.counted() as count:
+            count(samples.nbytes)
             yield
+
+    @contextmanager
+    def counted(self) -> Iterator[Callable[[int], None]]:
+        """Yield what counts bytes that are held until the end. It raises `ApiError` 503 where there is no room."""
+        held = 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal held
+            if self.held_bytes + num_bytes > self._limit_bytes:
+                message = "this gateway holds as many recordings as it can"
+                raise unavailable("overloaded", message, BUSY_RETRY_S)
+            self.held_bytes += num_bytes
+            held += num_bytes
+
+        try:
+            yield count
         finally:
-            self.held_bytes -= samples.nbytes
+            self.held_bytes -= held

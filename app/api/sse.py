@@ -1,8 +1,8 @@
 """Server-sent events as the official clients can read them: `data:` frames and comments.
 
 No `id:`, no `retry:` and no empty frame anywhere, and no named events in a chat: each of them crashes an official
-client (openai.md, sections 0 and 1.5); streams of pictures and sounds name theirs as OpenAI does. An answer that
-fails after its first frame says so in a frame and ends without `[DONE]`.
+client (openai.md, sections 0 and 1.5); streams of pictures, sounds and responses name theirs as OpenAI does. An answer
+that fails after its first frame says so in a frame and ends without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def frame(chunk: Mapping[str, Any]) -> bytes:
 
 
 def named_frame(name: str, event: Mapping[str, Any]) -> bytes:
-    """Encode one event of an endpoint whose events have names: pictures, sounds and video jobs, never chat."""
+    """Encode one event of an endpoint whose events have names: responses, pictures, sounds, video jobs, never chat."""
     return b"event: " + name.encode() + b"\n" + frame(event)
 
 

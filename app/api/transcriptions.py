@@ -84,10 +84,12 @@ class Transcriptions:
 
     async def _answer(self, request: Request, task: Task) -> Response:
         arrived = time.perf_counter()
-        asked, content = parse_transcription(await read_fields(request, self._limits, FORM_TYPES), task)
-        beginning = self._begin(request, asked, content, task, arrived)
-        del content
-        listening = await until_disconnect(request.receive, beginning)
+        with self._recordings.counted() as count:
+            fields = await read_fields(request, self._limits, FORM_TYPES, count)
+            asked, content = parse_transcription(fields, task)
+            beginning = self._begin(request, asked, content, task, arrived)
+            del fields, content
+            listening = await until_disconnect(request.receive, beginning)
         if asked.stream:
             return EventStream(self._frames(asked, listening), partial(self._gateway.failure, request.scope))
         return await until_disconnect(request.receive, self._whole(asked, listening))

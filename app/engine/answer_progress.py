@@ -14,6 +14,7 @@ from app.engine.tokenizer import AnswerText
 from routing.chain import Chain
 from routing.recorded import RecordedStep
 from routing.types import Answer
+from slicing.token_scores import TokenScore
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class AnswerProgress:
     generated: list[int] = field(default_factory=list, repr=False)
     drafted: int = 0  # tokens sent as drafts
     accepted: int = 0  # of them part of the answer
+    forced: int = 0  # tokens of the answer that its grammar left no choice of
     trip_from: float = 0.0  # when the step under way went out
     local_before_s: float = 0.0  # `ends.local_s` at that moment
     replays_before: int = 0
@@ -77,6 +79,7 @@ class Returned:
     sent: RecordedStep
     answer: Answer = field(repr=False)
     drafts: tuple[int, ...] = field(default=(), repr=False)
+    scores: tuple[TokenScore, ...] = field(default=(), repr=False)  # of the prompt's tokens behind its rows
 
 
 def nodes_s(answer: Answer) -> float:

@@ -12,17 +12,20 @@ keys.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.request import RequestError
+from app.engine.tool_style import PLAIN, style_of
 
 Message = Mapping[str, Any]
 MEDIA_PARTS = ("image", "audio")
 PROBE = "Zq7probe"  # a word that no template writes by itself
+TOOLS_TEXT = "You may call these functions. Each line describes one, its parameters as a JSON schema:"
+CALLS_TEXT = "To call one, answer with nothing but its name and arguments in this form:"
 MAX_TEMPLATE_MESSAGE = 200  # characters of a template's own complaint that are passed on
 
 
@@ -35,6 +38,10 @@ class ChatTemplate:
         self.exists = bool(source)
         self._knows_developer = "developer" in source
         self._wants_parts = self.exists and not self._shows(PROBE) and self._shows(_parts(PROBE))
+        self._knows_tools = self._shows_tools()
+        call = self._shown_call()
+        self._knows_calls = bool(call) or "tool_calls" in source
+        self.tool_style = style_of(call, source if self._knows_tools else "") if self.exists else PLAIN
 
     def render(
         self,
@@ -50,18 +57,87 @@ class ChatTemplate:
         """
         if not self.exists:
             raise RequestError("messages", "no_chat_template", "the model has no chat template")
+        told, variables = self.told([self.prepare(message) for message in messages], variables or {})
         try:
             ids = self._tokenizer.apply_chat_template(
-                [self.prepare(message) for message in messages],
+                told,
                 add_generation_prompt=not continue_final,
                 continue_final_message=continue_final,
                 sanitize_control_tokens=True,
                 return_dict=False,
-                **(variables or {}),
+                **variables,
             )
         except Exception as error:  # the template is foreign code: whatever it does is a refusal
             raise RequestError("messages", "invalid_messages", complaint(error)) from None
         return tuple(ids)
+
+    def told(
+        self, prepared: Sequence[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Write tools, and calls of the conversation, into messages that were prepared where the template shows none.
+
+        Raises `RequestError` where the name of a parameter is a control token: names cannot be made plain text.
+        """
+        told, left = list(prepared), dict(variables)
+        tools = left.get("tools")
+        self._refuse_control_keys(tools)
+        if not self._knows_calls:
+            told = [self._with_calls_as_text(message) for message in told]
+        if tools and not self._knows_tools:
+            del left["tools"]
+            told = self._with_tools_as_text(told, tools)
+        return told, left
+
+    def _with_calls_as_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        functions = [call["function"] for call in calls]
+        text = self.tool_style.text_of(
+            [(function["name"], json.dumps(function["arguments"])) for function in functions]
+        )
+        said = text_of(message.get("content"))
+        content = f"{said}\n{text}" if said else text
+        left = {name: value for name, value in message.items() if name != "tool_calls"}
+        return left | {"content": _parts(content) if self._wants_parts else content}
+
+    def _with_tools_as_text(self, told: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Tell of the tools at the end of the system's message, or in one of its own."""
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+        form = self.tool_style.text_of([("NAME", "{...}")])
+        text = "\n".join([TOOLS_TEXT, *lines, "", f"{CALLS_TEXT} {form}"])
+        has_system = bool(told) and told[0]["role"] == "system"
+        said = text_of(told[0].get("content")) if has_system else ""
+        content = f"{said}\n\n{text}" if said else text
+        system = {"role": "system", "content": _parts(content) if self._wants_parts else content}
+        return [system, *told[has_system:]]
+
+    def _refuse_control_keys(self, tools: Any) -> None:
+        tokens = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        if any(token in key for key in _keys(tools) for token in tokens):
+            text = "the name of a parameter holds a control token of the model"
+            raise RequestError("tools", "invalid_value", text)
+
+    def _shows_tools(self) -> bool:
+        function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+        messages = [self.prepare({"role": "user", "content": "hi"})] if self.exists else []
+        return PROBE in self._render_text(messages, tools=[{"type": "function", "function": function}])
+
+    def _shown_call(self) -> str:
+        """A call in the assistant's turn as the template shows it, or ""."""
+        if not self.exists:
+            return ""
+        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": PROBE, "arguments": {"key": 1}}}
+        turns = [
+            self.prepare({"role": "user", "content": "hi"}),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            self.prepare({"role": "tool", "content": "one", "tool_call_id": call["id"], "name": PROBE}),
+        ]
+        for length in (3, 2):  # some templates want the answer to a call, others refuse that role
+            shown = self._render_text(turns[:length])
+            if PROBE in shown:
+                return shown
+        return ""
 
     def end_of_turn_ids(self) -> frozenset[int]:
         """Return the added token that the template writes behind an assistant message, if it writes one."""
@@ -93,11 +169,11 @@ class ChatTemplate:
     def _shows(self, content: str | list[dict[str, str]]) -> bool:
         return PROBE in self._render_text([{"role": "user", "content": content}])
 
-    def _render_text(self, messages: list[dict[str, Any]]) -> str:
+    def _render_text(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         if not self.exists:
             return ""
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **variables))
         except Exception:  # foreign code again; a template that refuses a probe shows nothing
             return ""
 
@@ -120,6 +196,15 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.get("text") or part.get("refusal") or "" for part in content)
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Yield all keys in a value, wherever they stand."""
+    if isinstance(value, Mapping):
+        yield from map(str, value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for one in inner:
+        yield from _keys(one)
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -212,6 +212,11 @@ class Drafter:
         self._end_position = end_position
         self._lookup: PromptLookup | None = None
 
+    @property
+    def room(self) -> int:
+        """Tokens that the next step may carry behind the last one: it draws one more than it carries."""
+        return max(0, self._end_position - 1 - self._position)
+
     def next(
         self, token_ids: Sequence[int], num_right: int, *, is_allowed: bool = True, sharing: int = 1
     ) -> tuple[int, ...]:
@@ -223,10 +228,9 @@ class Drafter:
             self._lookup, self._prompt_ids = PromptLookup(self._prompt_ids), ()
         self._gate.end(num_right)
         self._lookup.extend(token_ids)
-        most = self._end_position - 1 - self._position  # the step draws one more than it drafts
-        if not is_allowed or most < 1:
+        if not is_allowed or self.room < 1:
             return ()
-        return self._gate.begin(self._lookup.propose(MAX_DRAFT), most=most, sharing=sharing).token_ids
+        return self._gate.begin(self._lookup.propose(MAX_DRAFT), most=self.room, sharing=sharing).token_ids
 
 
 def kept_of(

@@ -7,13 +7,12 @@ step; a decoder's goes in chunks, as prompts do. Leaves routes and replays to th
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +27,7 @@ from app.engine.embedding_request import (
     EmbeddingRequest,
     Vector,
 )
+from app.engine.fingerprint import fingerprint
 from app.engine.merge import merge
 from app.engine.opened import Opened
 from app.engine.request import ModelStatus, RequestError, RouteHop, Timings
@@ -35,7 +35,7 @@ from app.engine.routes import Routes
 from app.engine.text import PREFILL_WINDOW
 from app.engine.tokenizer import ChatTokenizer
 from routing.chain import Chain
-from routing.errors import ErrorCode, NoRouteError, WorkError
+from routing.errors import ErrorCode, NoRouteError, RemoteError, WorkError
 from routing.opening import ChainOptions
 from routing.planner import RouteRequest
 from routing.recorded import RecordedStep
@@ -110,13 +110,9 @@ class ChainEmbeddingEngine:
             first = await self._open(work)
             try:
                 yield EmbeddingAdmitted(request.num_tokens)
-                streams = [self._vectors(work, first)]
-                streams += [self._vectors(work) for _ in range(self._num_sessions(work, first) - 1)]
-                merging = merge(streams, silence_s=float("inf"), stop=asyncio.Event())
-                async with aclosing(merging) as events:
-                    async for item in events:
-                        if item is not None:
-                            yield item[1]
+                async with aclosing(self._side_by_side(work, first)) as vectors:
+                    async for made in vectors:
+                        yield made
                 yield self._finished(work, first.chain.route)
             finally:
                 await first.close()
@@ -129,10 +125,31 @@ class ChainEmbeddingEngine:
 
     # Sessions -------------------------------------------------------------------------------------------------
 
-    async def _vectors(self, work: _Work, session: _Session | None = None) -> AsyncGenerator[Embedded, None]:
+    async def _side_by_side(self, work: _Work, first: _Session) -> AsyncGenerator[Embedded, None]:
+        """The vectors of all texts, over the session that is open and some more; none is waited for without a text."""
+        streams = [self._vectors(work, first)]
+        streams += [self._more_vectors(work) for _ in range(self._num_sessions(work, first) - 1)]
+        num_due = len(work.request.texts)
+        async with aclosing(merge(streams, silence_s=float("inf"), stop=asyncio.Event())) as events:
+            async for item in events:
+                if item is not None:
+                    yield item[1]
+                    num_due -= 1
+                if not num_due:
+                    return
+
+    async def _more_vectors(self, work: _Work) -> AsyncGenerator[Embedded, None]:
+        """The same over a session of its own, unless there is no place for it: the first one takes all texts then."""
+        try:
+            session = await self._open(work, confirms=True)
+        except (NoRouteError, RemoteError):
+            return
+        async with aclosing(self._vectors(work, session)) as vectors:
+            async for made in vectors:
+                yield made
+
+    async def _vectors(self, work: _Work, session: _Session) -> AsyncGenerator[Embedded, None]:
         """Take texts that are left, one after the other, through one session."""
-        if session is None:
-            session = await self._open(work)
         try:
             while work.left:
                 number = work.left.popleft()
@@ -141,10 +158,13 @@ class ChainEmbeddingEngine:
         finally:
             await session.close()
 
-    async def _open(self, work: _Work) -> _Session:
-        opened = self._opened
+    async def _open(self, work: _Work, *, confirms: bool = False) -> _Session:
+        """Open a session; with `confirms`, once every node has a place for it."""
+        opened, options = self._opened, self._chain_options(work.request)
         chain = await opened.switchboard.open_chain(
-            work.route, self._chain_options(work.request), deadline_s=work.time_left_s
+            work.route,
+            replace(options, confirms=options.confirms or confirms),
+            deadline_s=work.time_left_s,
         )
         ends: TextEnds
         if opened.ends is None:
@@ -237,13 +257,10 @@ class ChainEmbeddingEngine:
         return self._routes.taken(route)
 
     def _fingerprint(self, route: Route | None) -> str:
-        """Names weights, forms and pooling: equal fingerprint and text, equal vector."""
         opened = self._opened
-        forms = sorted({f"{hop.offer.form}/{hop.offer.dtype.name}" for hop in route.hops}) if route else []
-        ends = "thin" if opened.ends is None else opened.ends.runner.form
-        wire = wire.name if (wire := opened.settings.wire_dtype) else "compute"
-        parts = [opened.found.facts.digest.hex(), self.recipe.pooling, ends, wire, *forms]
-        return "fp_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
+        runner = None if opened.ends is None else opened.ends.runner
+        wire = opened.settings.wire_dtype
+        return fingerprint(opened.found.facts.digest, runner, wire, route, self.recipe.pooling)
 
 
 @dataclass(slots=True)

@@ -16,15 +16,18 @@ import numpy as np
 import torch
 
 from app.engine.drafts import Drafter, kept_of
-from app.engine.ends_jobs import CloseRows, EndsSession, OpenRows, Turn
+from app.engine.ends_jobs import CloseRows, EndsSession, OpenRows, ScoreRows, Turn
 from app.engine.ends_queue import EndsQueue
+from app.engine.grammar import Grammar
 from app.engine.places import Places
+from app.engine.remote_scores import read_scores
 from app.engine.request import EncodedPrompt
 from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import Answer, AnswerKind, Buffer, Want, WireDtype
 from slicing.batch import Cache
 from slicing.kept_caches import Fork
 from slicing.sampler import Sampler, SamplingParams
+from slicing.token_scores import TokenScore
 
 CANDIDATE = np.dtype([("id", "<u4"), ("logit", "<f4")])
 
@@ -56,6 +59,11 @@ class Drawn:
     drafts: tuple[int, ...] = field(default=(), repr=False)
     logprobs: tuple[float, ...] = field(default=(), repr=False)  # see `app.engine.request.TextDelta`
     watched: tuple[float, ...] = field(default=(), repr=False)
+    forced: tuple[bool, ...] = field(default=(), repr=False)  # of `token_ids`: a grammar left no choice
+    knows_drafts: bool = False  # `drafts` are such tokens, and no guess
+    scores: tuple[TokenScore, ...] = field(
+        default=(), repr=False
+    )  # one for each of `token_ids`, where asked for
 
     @property
     def rows(self) -> int:
@@ -110,6 +118,8 @@ class LocalEnds:
         encoded: EncodedPrompt | None = None,
         wants_logprobs: bool = False,
         watched_ids: tuple[int, ...] = (),
+        num_logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self._queue = queue
         self._session = EndsSession(
@@ -123,6 +133,8 @@ class LocalEnds:
             places=_places_of(encoded),
             wants_logprobs=wants_logprobs,
             watched_ids=watched_ids,
+            num_logprobs=num_logprobs,
+            walk=None if grammar is None else grammar.walk(),
         )
         self._is_closed = False
 
@@ -147,6 +159,27 @@ class LocalEnds:
         if self._queue.has_last_layers:
             await self._queue.run(self._closing(answer, wire, answer.rows))
 
+    async def score(
+        self, answer: Answer, wire: WireDtype, next_ids: Sequence[int], rows: int
+    ) -> tuple[tuple[TokenScore, ...], Answer]:
+        """Run the closing end on the first `rows` rows of a prompt, and score the token behind each.
+
+        Returns the scores, and what is left of the answer to draw from.
+        """
+        if not rows:
+            return (), answer
+        job = ScoreRows(
+            self._session,
+            self._queue.closing_lane,
+            answer,
+            wire,
+            rows,
+            next_ids=next_ids,
+            has_layers=self._queue.has_last_layers,
+        )
+        await self._queue.run(job)
+        return tuple(job.scores), _rows_from(answer, rows, len(answer.payload) // answer.rows)
+
     async def draw(self, answer: Answer, due: Due, wire_back: WireDtype, wire_out: WireDtype) -> Drawn:
         self._session.num_stages, self._session.route = due.num_stages, due.route
         answer = await self._feed_prompt(answer, due, wire_back)
@@ -169,6 +202,9 @@ class LocalEnds:
             turn.next_drafts,
             tuple(turn.logprobs),
             turn.watched,
+            scores=tuple(turn.scores),
+            forced=tuple(turn.forced),
+            knows_drafts=self._session.knows_drafts,
         )
 
     async def begin(self, fork: Fork, num_positions: int) -> None:
@@ -221,9 +257,15 @@ class RemoteEnds:
     """Thin mode: the first node embeds token ids, the last one draws; no weights here."""
 
     def __init__(
-        self, vocab_size: int, drafter: Drafter, stop_token_ids: frozenset[int] = frozenset()
+        self,
+        vocab_size: int,
+        drafter: Drafter,
+        stop_token_ids: frozenset[int] = frozenset(),
+        *,
+        num_logprobs: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self._num_logprobs = num_logprobs
         self._drafter = drafter
         self._stop_token_ids = stop_token_ids
 
@@ -245,9 +287,13 @@ class RemoteEnds:
 
     async def draw(self, answer: Answer, due: Due, wire_back: WireDtype, wire_out: WireDtype) -> Drawn:
         """Keep what was drawn while it equals the drafts: from there on the last node saw other tokens."""
-        kept, num_right = kept_of(self._drawn(answer), due.drafts, self._stop_token_ids)
+        scores: tuple[TokenScore, ...] = ()
+        if self._num_logprobs is not None:
+            scores = read_scores(answer, self._vocab_size, self._num_logprobs)
+        drawn = [score.token_id for score in scores] or self._drawn(answer)
+        kept, num_right = kept_of(drawn, due.drafts, self._stop_token_ids)
         drafts = self._drafter.next(kept, num_right, is_allowed=due.may_draft, sharing=due.sharing)
-        return Drawn(tuple(kept), num_right, _packed((kept[-1], *drafts)), drafts)
+        return Drawn(tuple(kept), num_right, _packed((kept[-1], *drafts)), drafts, scores=scores[: len(kept)])
 
     async def begin(self, fork: Fork, num_positions: int) -> None:
         """Nothing is held here."""
@@ -276,7 +322,13 @@ def _packed(token_ids: Sequence[int]) -> bytes:
     return np.asarray(token_ids, dtype="<i4").tobytes()
 
 
-def remote_sampling(params: SamplingParams, prompt_ids: Sequence[int]) -> dict[str, object]:
-    """What the last node needs to draw: the parameters, and which ids the prompt holds if it must know them."""
+def remote_sampling(
+    params: SamplingParams, prompt_ids: Sequence[int], num_logprobs: int | None = None
+) -> dict[str, object]:
+    """What the last node needs to draw: the parameters, and which ids the prompt holds if it must know them.
+
+    And how many likely tokens it tells beside each drawn one, where their probabilities are asked for.
+    """
     seen = sorted(set(prompt_ids)) if params.repetition_penalty != 1.0 else []
-    return {"params": params.to_map(), "prompt_ids": seen}
+    asked: dict[str, object] = {"params": params.to_map(), "prompt_ids": seen}
+    return asked if num_logprobs is None else asked | {"num_logprobs": num_logprobs}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from app.engine.drafts import Drafter, kept_of
+from app.engine.grammar import GrammarWalk
 from app.engine.places import Places, tail_of
 from routing.errors import ErrorCode, WorkError
 from routing.types import Answer, Buffer, WireDtype
@@ -20,6 +21,9 @@ from slicing.batch import Runner, Work
 from slicing.batching import Lane
 from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
 from slicing.sampler import raw_logprobs
+from slicing.token_scores import TokenScore, score_of, scores_of
+
+MAX_FORCED = 127  # tokens that a grammar left no choice of, behind the last one in a step
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,16 @@ class EndsSession:
     places: Places | None = None
     wants_logprobs: bool = False
     watched_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None  # likely tokens told beside each drawn one; None: no scores
+    walk: GrammarWalk | None = None  # through the grammar that holds the answer
+    knows_drafts: bool = (
+        False  # the step under way carries tokens that are no guess: the grammar left no choice
+    )
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether each token needs its row, since what is told of it is in there."""
+        return self.wants_logprobs or self.num_logprobs is not None
 
     def work(
         self, cache: Any, inputs: torch.Tensor, position: int, keep: Sequence[int] | None = None
@@ -145,6 +159,33 @@ class CloseRows(EndsJob):
 
 
 @dataclass(slots=True, eq=False)
+class ScoreRows(CloseRows):
+    """Rows that came back of a prompt, each with the token that stands behind it: how likely the model held that.
+
+    Logits of a piece are dropped once it is scored: those of a whole prompt would be gigabytes.
+    """
+
+    next_ids: Sequence[int] = field(default=(), repr=False)
+    has_layers: bool = True
+    scores: list[TokenScore] = field(default_factory=list, init=False, repr=False)
+
+    def work(self, runner: Runner, rows: int) -> Work:
+        """The next rows, all of them kept. Raises WorkError where they are not finite."""
+        begin = self.num_rows - self.rows
+        states = _arrived(self.answer, self.wire, runner, begin, begin + rows)
+        if not self.has_layers:  # nothing is kept of a session: a row's place does not matter
+            return Work(self.session.closing, states, 0, keep=range(rows))
+        return self.session.work(self.session.closing, states, self.answer.position + begin, keep=range(rows))
+
+    def take(self, rows: int, made: torch.Tensor) -> None:
+        """Score the rows by their logits. [rows, vocab]"""
+        begin = self.num_rows - self.rows
+        due = self.next_ids[begin : begin + rows]
+        self.scores += scores_of(made[: len(due)], due, self.session.num_logprobs or 0)
+        self.rows -= rows
+
+
+@dataclass(slots=True, eq=False)
 class Turn(EndsJob):
     """One token of one answer, or several where drafts were right: what came back for it, and what goes out next."""
 
@@ -162,6 +203,8 @@ class Turn(EndsJob):
     payload: Buffer = field(default=b"", init=False, repr=False)
     logprobs: list[float] = field(default_factory=list, init=False, repr=False)
     watched: tuple[float, ...] = field(default=(), init=False, repr=False)
+    forced: list[bool] = field(default_factory=list, init=False, repr=False)  # of `drawn`, by a grammar
+    scores: list[TokenScore] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rows = self._came.rows
@@ -187,27 +230,40 @@ class Turn(EndsJob):
         """Draw row by row, each as if it came alone, while what is drawn equals the drafts. [1 + drafts, vocab]"""
         session = self.session
         self.drawn, self.num_right = kept_of(self._sampled(logits), self.drafts, session.stop_token_ids)
+        if session.knows_drafts:
+            self.num_right, session.knows_drafts = 0, False
+        if session.walk is not None and not session.is_told_apart:
+            rest = session.walk.rest()  # what is known to the end needs no further step
+            self.drawn += rest
+            self.forced += [True] * len(rest)
         position = self.position + len(self.drawn) - 1
         if self.drawn[-1] not in session.stop_token_ids and position < max_positions:
             self._go_on(position)
 
     def _sampled(self, logits: torch.Tensor) -> Iterator[int]:
-        session, sampler = self.session, self.session.sampler
+        session, sampler, walk = self.session, self.session.sampler, self.session.walk
         if session.watched_ids:
             self.watched, session.watched_ids = raw_logprobs(logits[0], session.watched_ids), ()
         for number, row in enumerate(logits):
-            token_id = sampler.sample(row, self.position + number)
+            self.forced.append(walk is not None and walk.is_forced)
+            token_id = sampler.sample(row if walk is None else walk.masked(row), self.position + number)
+            if walk is not None:
+                walk.take(token_id)
             if session.wants_logprobs:
                 self.logprobs.append(sampler.logprob(row, token_id))
+            if session.num_logprobs is not None:
+                self.scores.append(score_of(row, token_id, session.num_logprobs))
             sampler.observe(token_id)
             yield token_id
 
     def _go_on(self, position: int) -> None:
         """The next step feeds the last token drawn, and the drafts behind it."""
-        assert self.session.drafter is not None
-        self.next_drafts = self.session.drafter.next(
-            self.drawn, self.num_right, is_allowed=self.may_draft, sharing=self.sharing
-        )
+        session, drafter = self.session, self.session.drafter
+        assert drafter is not None
+        is_allowed = self.may_draft and not (session.walk is not None and session.walk.is_forced)
+        guessed = drafter.next(self.drawn, self.num_right, is_allowed=is_allowed, sharing=self.sharing)
+        known = () if session.walk is None else session.walk.ahead(min(drafter.room, MAX_FORCED))
+        self.next_drafts, session.knows_drafts = known or guessed, bool(known)
         ids = torch.tensor([self.drawn[-1], *self.next_drafts], dtype=torch.int64)
         self.onward = self.session.work(self.session.opening, ids, position)
 

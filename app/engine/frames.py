@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from app.engine.ends_queue import EndsQueue
 from routing.errors import ErrorCode, ProtocolError, WorkError
 from routing.types import Answer, AnswerKind, Buffer, WireDtype
 from slicing.batch import Runner, Work
-from slicing.branches import BranchedCache
+from slicing.branches import new_cache
 from slicing.streams import StreamSampler
 
 # Takes a frame's position and what was drawn for it; what is fed there, None where nothing follows. Called once for
@@ -63,7 +63,8 @@ class LocalFrames:
         self._queue = queue
         self._feed = feed
         self._branches = branches
-        self._session = EndsSession(self._new_cache(), self._new_cache(), sampler, None, tenant=tenant)
+        opening, closing = (new_cache(queue.runner, branches) for _ in range(2))
+        self._session = EndsSession(opening, closing, sampler, None, tenant=tenant)
         self._is_closed = False
 
     @property
@@ -94,14 +95,6 @@ class LocalFrames:
         lane, rows = self._queue.turn_lane, self._branches
         return FrameTurn(
             self._session, lane, answer, position, (), back, out, False, 1, branches=rows, feed=self._feed
-        )
-
-    def _new_cache(self) -> Any:
-        new_cache = self._queue.runner.new_cache
-        return (
-            new_cache()
-            if self._branches == 1
-            else BranchedCache([new_cache() for _ in range(self._branches)])
         )
 
 

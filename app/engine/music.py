@@ -6,14 +6,13 @@ routes and replays to the chain, tensors to the ends, and what a frame's tokens 
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from app.engine.at_home import run_at_home
 from app.engine.coverage import route_request
 from app.engine.diffusion.request import (
     Decoding,
@@ -28,6 +27,7 @@ from app.engine.diffusion.request import (
     StepDone,
 )
 from app.engine.ends import Due, remote_sampling
+from app.engine.fingerprint import fingerprint
 from app.engine.frames import Frames, LocalFrames, RemoteFrames
 from app.engine.memory_steps import send_memory
 from app.engine.request import ModelStatus, RequestError
@@ -220,13 +220,8 @@ class MusicEngine:
         )
 
     async def _at_home(self, progress: _Progress, work: Callable[[], Result]) -> Result:
-        """Run an encoder or the codec, one at a time. Raises WorkError DEADLINE when the time is over."""
-        running = asyncio.get_running_loop().run_in_executor(self._opened.encoding, work)
-        try:
-            async with asyncio.timeout(progress.time_left_s):
-                return await running
-        except TimeoutError:
-            raise WorkError(ErrorCode.DEADLINE, "the answer took longer than its deadline") from None
+        """Run an encoder or the codec. Raises WorkError DEADLINE."""
+        return await run_at_home(self._opened.encoding, work, deadline_s=progress.time_left_s)
 
     # Pieces ---------------------------------------------------------------------------------------------------
 
@@ -270,17 +265,8 @@ class MusicEngine:
         return StackUse("decoder", self._middle.start, self._middle.end, (self._routes.taken(route),))
 
     def _fingerprint(self, route: Route | None) -> str:
-        """Names weights and forms: equal fingerprint and seed, equal song."""
-        forms = sorted({f"{hop.offer.form}/{hop.offer.dtype.name}" for hop in route.hops}) if route else []
-        ends = self._opened.ends
-        wire = self._opened.settings.wire_dtype
-        parts = [
-            self._facts.digest.hex(),
-            "thin" if ends is None else ends.runner.form,
-            wire.name if wire else "compute",
-            *forms,
-        ]
-        return "fp_" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
+        runner = None if self._opened.ends is None else self._opened.ends.runner
+        return fingerprint(self._facts.digest, runner, self._opened.settings.wire_dtype, route)
 
 
 def _no_room(error: WorkError, song: Song) -> Exception:

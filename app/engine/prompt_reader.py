@@ -109,7 +109,9 @@ class PromptReader:
     ) -> ReadPrompt:
         assert self._template is not None
         assert self._home.processor is not None
-        prepared = [self._template.prepare(message) for message in messages]
+        prepared, variables = self._template.told(
+            [self._template.prepare(message) for message in messages], variables or {}
+        )
         if not self._home.sanitizes:
             self._refuse_control_tokens([prepared, variables])
         try:

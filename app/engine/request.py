@@ -16,11 +16,14 @@ from app.engine.route_options import ANY_ROUTE, RouteOptions
 if TYPE_CHECKING:
     import torch
 
+    from app.engine.grammar import Grammar
     from app.engine.planned import RoutePlan
     from app.engine.prefix import PrefixCounts
     from app.engine.tokenizer import ChatTokenizer
+    from app.engine.tool_style import ToolUse
     from slicing.batching import BatchCounts
     from slicing.sampler import SamplingParams
+    from slicing.token_scores import TokenScore
 
 Modality = Literal["text", "image", "video", "audio", "embeddings"]
 MADE_BY: Mapping[str, Modality] = {  # by kind; the others make text
@@ -120,6 +123,10 @@ class GenerationRequest:
     watched_ids: tuple[int, ...] = field(
         default=(), repr=False
     )  # alike, of these ids where the first is drawn
+    num_logprobs: int | None = None  # score each drawn token, and so many of the likeliest in its place
+    grammar: Grammar | None = field(default=None, repr=False)  # holds the answer; with the ends at home only
+    tools: ToolUse | None = field(default=None, repr=False)  # what it may call
+    scores_prompt: bool = False  # and each of the prompt's but the first; then `max_tokens` may be 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,9 @@ class PrefillProgress:
 
     done: int
     total: int
+    scores: tuple[TokenScore, ...] = field(
+        default=(), repr=False
+    )  # where asked for: of the prompt's tokens behind those scored before, from its second on
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +173,7 @@ class TextDelta:
 
     `token_ids` were drawn since the delta before. Where they were asked for, `logprobs` are the natural logarithms of
     their probabilities at temperature 1, under the request's bias, rule and penalties; `watched`, in the first delta,
-    are those of the `watched_ids` by the model alone.
+    are those of the `watched_ids` by the model alone. `scores`, where asked for, are one for each of `token_ids`.
     """
 
     text: str = field(repr=False)
@@ -172,6 +182,7 @@ class TextDelta:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     logprobs: tuple[float, ...] = field(default=(), repr=False)
     watched: tuple[float, ...] = field(default=(), repr=False)
+    scores: tuple[TokenScore, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +225,7 @@ class Finished:
     drafted: int = 0  # tokens that were guessed ahead, see `app.engine.drafts`
     accepted: int = 0  # of them are part of the answer
     cached_tokens: int = 0  # of the prompt: held from an earlier answer, not computed again
+    forced: int = 0  # tokens of the answer that its grammar left no choice of
     draft_off: str = ""  # why there could be no drafts, where they were asked for
     hops: tuple[HopUse, ...] = ()  # of all routes it had, where the engine tells
 

@@ -5,7 +5,6 @@ The encoder's states go to the nodes with the session, once; from there on it is
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from app.engine.at_home import run_at_home
 from app.engine.opened import Opened
 from app.engine.request import (
     Admitted,
@@ -31,7 +31,6 @@ from app.engine.request import (
 )
 from app.engine.text import ChainTextEngine
 from app.engine.tokenizer import ChatTokenizer
-from routing.errors import ErrorCode, WorkError
 from slicing.encoder import Encoder
 from slicing.errors import ModelError
 
@@ -106,11 +105,7 @@ class Seq2SeqEngine:
         """The request as the decoder takes it. Raises WorkError DEADLINE."""
         began = time.perf_counter()
         run = partial(self._encoder.run, input_ids=torch.tensor([request.prompt_ids]))
-        try:
-            async with asyncio.timeout(request.deadline_s):
-                memory = await asyncio.get_running_loop().run_in_executor(self._encoding, run)
-        except TimeoutError:
-            raise WorkError(ErrorCode.DEADLINE, "the answer took longer than its deadline") from None
+        memory = await run_at_home(self._encoding, run, deadline_s=request.deadline_s)
         left_s = None
         if request.deadline_s is not None:
             left_s = max(0.0, request.deadline_s - (time.perf_counter() - began))
@@ -126,6 +121,9 @@ class Seq2SeqEngine:
         """Refuse what the encoder cannot read. Raises RequestError."""
         if not request.prompt_ids:
             raise RequestError("messages", "invalid_value", "the prompt holds no tokens")
+        if request.scores_prompt:
+            text = "the prompt is read by an encoder, which predicts none of its tokens"
+            raise RequestError("echo", "unsupported_parameter", text)
         if len(request.prompt_ids) > self._max_source:
             text = f"the prompt has {len(request.prompt_ids)} tokens, the model takes {self._max_source}"
             raise RequestError("messages", "context_length_exceeded", text)

@@ -5,7 +5,6 @@ The main loop of the gateway. Knows tokens and text; leaves routes and replays t
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -17,6 +16,7 @@ from app.engine.coverage import ModelFacts, route_request
 from app.engine.drafts import Drafter, TripCosts
 from app.engine.ends import Drawn, Due, Ends, LocalEnds, RemoteEnds, remote_sampling
 from app.engine.ends_queue import EndsQueue
+from app.engine.fingerprint import fingerprint
 from app.engine.invariance import grouping_matters
 from app.engine.memory_steps import send_memory
 from app.engine.prefix import AnswerBeginning, PrefixCache
@@ -48,6 +48,8 @@ PREFILL_WINDOW = 4  # chunks that travel at once, so that every stage of a usual
 # Memory is set aside for the whole of an answer whose length the caller bounded; else for a usual one, and more as it
 # grows: most answers end by themselves long before the model's last position.
 USUAL_TOKENS = 512
+SCORED_LOGITS = 1 << 24  # of one chunk: 64 MiB, and as much again for their logarithms
+MIN_SCORED_ROWS = 16
 
 
 class ChainTextEngine:
@@ -109,7 +111,8 @@ class ChainTextEngine:
         self._check(request)
         asked = self._routes.asked(request.route)
         continued_ids = request.prompt_ids if request.continues_text else ()
-        text = self._tokenizer.answer_text(request.stop, continued_ids=continued_ids)
+        shown_ids = request.tools.shown_ids if request.tools is not None else ()
+        text = self._tokenizer.answer_text(request.stop, continued_ids=continued_ids, shown_ids=shown_ids)
         ends = self._new_ends(request)
         beginning = self._beginning(request)
         chain: Chain | None = None
@@ -127,8 +130,12 @@ class ChainTextEngine:
             returned: Returned | None = None
             async with aclosing(self._prefill(progress)) as chunks:
                 async for returned in chunks:
-                    yield PrefillProgress(returned.sent.end, len(request.prompt_ids))
+                    yield PrefillProgress(returned.sent.end, len(request.prompt_ids), returned.scores)
             assert returned is not None
+            if not request.max_tokens:
+                is_finished = True
+                yield self._finished(progress, "length")
+                return
             async with aclosing(self._decode(progress, returned)) as events:
                 async for event in events:
                     if isinstance(event, Finished):
@@ -159,7 +166,7 @@ class ChainTextEngine:
 
     async def _prefill(self, progress: AnswerProgress) -> AsyncGenerator[Returned, None]:
         """Send the prompt in chunks, several at once; yield each with its answer."""
-        prompt, size = progress.request.prompt_ids, self._prefill_chunk
+        prompt, size = progress.request.prompt_ids, self._chunk_rows(progress.request)
         in_flight: deque[RecordedStep] = deque()
         for start in range(progress.first_position, len(prompt), size):
             chunk = prompt[start : start + size]
@@ -174,6 +181,8 @@ class ChainTextEngine:
         payload = await ends.open_rows(chunk, start, wire)
         is_last = start + len(chunk) == len(progress.request.prompt_ids)
         want, rows = ends.wanted(is_last_chunk=is_last)
+        if progress.request.scores_prompt:
+            want, rows = Want.ALL, ()
         return await chain.send(
             payload,
             position=start,
@@ -186,10 +195,22 @@ class ChainTextEngine:
     async def _take_chunk(self, progress: AnswerProgress, sent: RecordedStep) -> Returned:
         answer = await progress.chain.answer(sent, deadline_s=progress.time_left_s)
         self._costs.note_chunk(sent.rows, nodes_s(answer))
-        is_last = sent.end == len(progress.request.prompt_ids)
+        prompt = progress.request.prompt_ids
+        is_last = sent.end == len(prompt)
+        if progress.request.scores_prompt:
+            assert isinstance(progress.ends, LocalEnds)
+            next_ids, rows = prompt[sent.position + 1 : sent.end + 1], sent.rows - is_last
+            scores, answer = await progress.ends.score(answer, sent.wire_back, next_ids, rows)
+            return Returned(sent, answer, scores=scores)
         if not is_last and sent.want is Want.ALL:
             await progress.ends.take_chunk(answer, sent.wire_back)
         return Returned(sent, answer)
+
+    def _chunk_rows(self, request: GenerationRequest) -> int:
+        """Rows of a prefill step. Where each gets logits, no more of them than fit into memory beside the rest."""
+        if not request.scores_prompt:
+            return self._prefill_chunk
+        return min(self._prefill_chunk, max(MIN_SCORED_ROWS, SCORED_LOGITS // self._facts.vocab_size))
 
     # Decode ---------------------------------------------------------------------------------------------------
 
@@ -208,6 +229,7 @@ class ChainTextEngine:
                 token_ids=tuple(progress.generated[num_before:]),
                 logprobs=drawn.logprobs[: progress.num_generated - num_before],
                 watched=drawn.watched,
+                scores=drawn.scores[: progress.num_generated - num_before],
             )
             if reason is not None:
                 yield delta
@@ -240,7 +262,7 @@ class ChainTextEngine:
     async def _send_drawn(self, progress: AnswerProgress, drawn: Drawn) -> RecordedStep:
         """Send the step that follows; where it lies below rows that were drafted wrongly, it overwrites them."""
         chain = progress.chain
-        progress.drafted += len(drawn.drafts)
+        progress.drafted += 0 if drawn.knows_drafts else len(drawn.drafts)
         progress.trip_from = time.perf_counter()
         progress.local_before_s, progress.replays_before = progress.ends.local_s, chain.replays
         return await chain.send(
@@ -258,6 +280,7 @@ class ChainTextEngine:
             progress.num_generated += 1
             progress.generated.append(token_id)
             progress.accepted += number < drawn.num_right
+            progress.forced += any(drawn.forced[number : number + 1])
             reason, text = self._judge_token(progress, token_id)
             pieces.append(text)
             if reason is not None:
@@ -285,7 +308,7 @@ class ChainTextEngine:
         if room < 0:
             text = f"the prompt has {len(request.prompt_ids)} tokens, the model takes {self._facts.max_positions}"
             raise RequestError("messages", "context_length_exceeded", text)
-        if request.max_tokens < 1:
+        if request.max_tokens < (0 if request.scores_prompt else 1):
             raise RequestError("max_tokens", "invalid_value", "an answer has at least one token")
         if max(request.prompt_ids) >= self._facts.vocab_size or min(request.prompt_ids) < 0:
             raise RequestError(
@@ -303,12 +326,18 @@ class ChainTextEngine:
             raise _unsupported("messages", "pictures and recordings in a prompt")
         if request.wants_logprobs or request.watched_ids:
             raise _unsupported("logprobs", "probabilities of tokens")
+        if request.grammar is not None:
+            raise _unsupported(request.grammar.param, "answers that are held to a form")
+        if request.scores_prompt:
+            raise _unsupported("echo", "probabilities of a prompt's tokens")
 
     def _new_ends(self, request: GenerationRequest) -> Ends:
         draft = "off" if request.encoded is not None else request.draft
         drafter = Drafter(draft, self._costs, request.prompt_ids, self._end_position(request))
         if self._ends is None:
-            return RemoteEnds(self._facts.vocab_size, drafter, request.stop_token_ids)
+            return RemoteEnds(
+                self._facts.vocab_size, drafter, request.stop_token_ids, num_logprobs=request.num_logprobs
+            )
         return LocalEnds(
             self._ends,
             request.sampling,
@@ -319,10 +348,12 @@ class ChainTextEngine:
             encoded=request.encoded,
             wants_logprobs=request.wants_logprobs,
             watched_ids=request.watched_ids,
+            num_logprobs=request.num_logprobs,
+            grammar=request.grammar,
         )
 
     def _beginning(self, request: GenerationRequest) -> AnswerBeginning | None:
-        if self._prefixes is None or not _has_names(request.encoded):
+        if self._prefixes is None or request.scores_prompt or not _has_names(request.encoded):
             return None
         digests = () if request.encoded is None else request.encoded.digests
         return self._prefixes.begin(
@@ -359,10 +390,12 @@ class ChainTextEngine:
             hidden_size=self._facts.hidden_size,
             takes_token_ids=is_thin,
             runs_closing=is_thin,
-            sampling=remote_sampling(request.sampling, request.prompt_ids) if is_thin else None,
+            sampling=remote_sampling(request.sampling, request.prompt_ids, request.num_logprobs)
+            if is_thin
+            else None,
             tenant=self._tenants.tag(request.tenant) if self._tenants else b"",
             room=self._room(request),
-            confirms=len(request.prompt_ids) > self._prefill_chunk,
+            confirms=len(request.prompt_ids) > self._chunk_rows(request),
             axes=0 if encoded is None else encoded.num_axes,
             memory_rows=0 if encoded is None else encoded.memory_rows,
         )
@@ -379,6 +412,7 @@ class ChainTextEngine:
             drafted=progress.drafted,
             accepted=progress.accepted,
             cached_tokens=progress.first_position,
+            forced=progress.forced,
             draft_off=self._why_no_drafts(progress),
             hops=self._routes.used(progress.chain),
         )
@@ -390,12 +424,8 @@ class ChainTextEngine:
         return grouping_matters(progress.chain.route, self._ends.runner if self._ends else None)
 
     def _fingerprint(self, route: Route | None) -> str:
-        """Names weights and forms: equal fingerprint and seed, equal text."""
-        forms = sorted({f"{hop.offer.form}/{hop.offer.dtype.name}" for hop in route.hops}) if route else []
-        ends = "thin" if self._ends is None else self._ends.runner.form
-        wire = self._wire.name if self._wire else "compute"
-        text = "|".join([self._facts.digest.hex(), ends, wire, *forms])
-        return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
+        runner = None if self._ends is None else self._ends.runner
+        return fingerprint(self._facts.digest, runner, self._wire, route)
 
 
 def _rows_of(encoded: EncodedPrompt | None) -> Iterator[int]:

@@ -20,6 +20,9 @@ MAX_HELD_TOKENS = 4
 class TextDecoder(Protocol):
     """Text of token ids that come one at a time."""
 
+    num_open: int  # of the last token: how many of its bytes begin a character that others must end
+    num_stripped: int  # leading spaces dropped so far
+
     def push(self, token_id: int) -> str:
         """Return the whole characters that this token completes."""
         ...
@@ -34,15 +37,19 @@ class ByteDecoder:
     def __init__(self, token_bytes: Callable[[int], bytes], strip_spaces: int = 0) -> None:
         self._token_bytes = token_bytes
         self._strip_spaces = strip_spaces
+        self.num_open = 0
+        self.num_stripped = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         text = self._utf8.decode(self._token_bytes(token_id))
+        self.num_open = len(self._utf8.getstate()[0])
         return self._strip_start(text) if self._strip_spaces and text else text
 
     def _strip_start(self, text: str) -> str:
         num_spaces = len(text) - len(text.lstrip(" "))
         cut = min(num_spaces, self._strip_spaces)
+        self.num_stripped += cut
         self._strip_spaces = self._strip_spaces - cut if cut == len(text) else 0
         return text[cut:]
 
@@ -64,6 +71,8 @@ class WindowDecoder:
         self._silent = silent
         self._window = list(context)
         self._num_read = len(self._window)
+        self.num_open = 0
+        self.num_stripped = 0  # the decoding drops them
         self._prefix = decode(self._window) if self._window else ""
 
     def push(self, token_id: int) -> str:
@@ -72,7 +81,8 @@ class WindowDecoder:
         self._window.append(token_id)
         text = self._decode(self._window)
         pending = self._window[self._num_read :]
-        if text.endswith(REPLACEMENT) and len(pending) < MAX_HELD_TOKENS:
+        self.num_open = int(text.endswith(REPLACEMENT) and len(pending) < MAX_HELD_TOKENS)
+        if self.num_open:
             return ""
         is_grown = text.startswith(self._prefix)
         new_text = text[len(self._prefix) :] if is_grown else self._decode(pending)

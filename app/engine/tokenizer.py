@@ -7,7 +7,7 @@ several threads (a tokenizer keeps settings between calls, so encoding takes a l
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.engine.chat_template import ChatTemplate, Message, text_of
 from app.engine.defaults import GenerationDefaults
+from app.engine.grammar import GrammarCompiler
 from app.engine.request import RequestError
 from app.engine.stop_scanner import StopScanner
 from app.engine.text_decoder import ByteDecoder, TextDecoder, WindowDecoder
 from app.engine.token_bytes import TokenBytes, decode, special_ids
+from app.engine.token_pieces import TokenPieces
+from app.engine.tool_style import MARKERS, ToolStyle
 
 CONTEXT_IDS = 8  # ids of the prompt that decide about the first characters of a continued text
 
@@ -38,9 +41,11 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._token_bytes = TokenBytes.of(tokenizer)
+        self._special_ids = special_ids(tokenizer)
         self._template = ChatTemplate(tokenizer)
         self.stop_token_ids = self._find_stop_token_ids()
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
+        self.grammars = GrammarCompiler(tokenizer, self.stop_token_ids)
 
     @classmethod
     def load(cls, folder: Path, *, takes_plain_text: bool = False) -> ChatTokenizer:
@@ -93,13 +98,58 @@ class ChatTokenizer:
         """Return the text of ids in one go, special tokens left out."""
         return decode(self._tokenizer, list(ids))
 
-    def answer_text(self, stops: Sequence[str] = (), *, continued_ids: Sequence[int] = ()) -> AnswerText:
-        """Begin the text of an answer.
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of ids in one go, special tokens by their names."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def pieces(self, continued_ids: Sequence[int] = ()) -> TokenPieces:
+        """Begin to take an answer's text apart, token by token; `continued_ids` are as in `answer_text`."""
+        return TokenPieces(self._new_decoder(continued_ids), self._token_bytes)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what a token stands for by itself: nothing for a special one."""
+        if self._token_bytes is not None:
+            return self._token_bytes(token_id)
+        return self.decode((token_id,)).encode("utf-8", "replace")
+
+    def name_of(self, token_id: int) -> str:
+        """Return how the vocabulary writes a token, "" for an id that has none."""
+        with self._lock:
+            name = self._tokenizer.convert_ids_to_tokens(token_id)
+        return name if isinstance(name, str) else ""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has a name and no text."""
+        return token_id in self._special_ids
+
+    @property
+    def tool_style(self) -> ToolStyle:
+        """The form in which the model writes tool calls."""
+        return self._template.tool_style
+
+    @property
+    def marker_ids(self) -> Mapping[str, int]:
+        """Tokens that are the marks around tool calls, by their text."""
+        added = {token.content: token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+        return {text: added[text] for text in MARKERS if text in added}
+
+    def answer_text(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        continued_ids: Sequence[int] = (),
+        shown_ids: Collection[int] = (),
+    ) -> AnswerText:
+        """Begin the text of an answer. `shown_ids` are special tokens whose names are part of it.
 
         Give the prompt's ids as `continued_ids` when the answer carries on their text: then a leading space
         is part of it, while a fresh answer drops the one that SentencePiece decoding drops.
         """
-        return AnswerText(self._new_decoder(continued_ids), stops)
+        shown = {token_id: self.name_of(token_id) for token_id in shown_ids}
+        return AnswerText(self._new_decoder(continued_ids), stops, shown)
 
     def _new_decoder(self, context: Sequence[int]) -> TextDecoder:
         if self._token_bytes is not None:
@@ -116,8 +166,12 @@ class ChatTokenizer:
 class AnswerText:
     """The text of one answer, as its token ids come: whole characters, up to the first stop string."""
 
-    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decoder: TextDecoder, stops: Sequence[str] = (), shown: Mapping[int, str] | None = None
+    ) -> None:
+        """`shown`: tokens that the decoder leaves out, with what is their text all the same."""
         self._decoder = decoder
+        self._shown = shown or {}
         self._scanner = StopScanner(stops)
 
     @property
@@ -127,7 +181,7 @@ class AnswerText:
 
     def push(self, token_id: int) -> str:
         """Take the next generated id and return the text that is final because of it, perhaps ""."""
-        return self._scanner.push(self._decoder.push(token_id))
+        return self._scanner.push(self._shown.get(token_id) or self._decoder.push(token_id))
 
     def finish(self) -> str:
         """Return the text still held back, when the answer ends for another reason than a stop string."""

@@ -6,7 +6,6 @@ recording itself never leaves this machine. The algorithm is in `speech_windows`
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Executor
@@ -16,6 +15,7 @@ from functools import partial
 
 import torch
 
+from app.engine.at_home import run_at_home
 from app.engine.opened import Opened
 from app.engine.request import (
     EncodedPrompt,
@@ -32,7 +32,6 @@ from app.engine.speech_tokens import SpeechTokens
 from app.engine.speech_windows import Decoded, Windows, Wishes
 from app.engine.text import ChainTextEngine
 from app.engine.tokenizer import ChatTokenizer
-from routing.errors import ErrorCode, WorkError
 from slicing.encoder import Encoder
 from slicing.errors import ModelError
 from slicing.sampler import SamplingParams
@@ -194,10 +193,7 @@ class _OverNodes:
         dtype = next(engine._encoder.module.parameters()).dtype
         run = partial(engine._encoder.run, input_features=features.to(dtype))
         try:
-            async with asyncio.timeout(self._time_left_s()):
-                return await asyncio.get_running_loop().run_in_executor(engine._encoding, run)
-        except TimeoutError:
-            raise WorkError(ErrorCode.DEADLINE, "the answer took longer than its deadline") from None
+            return await run_at_home(engine._encoding, run, deadline_s=self._time_left_s())
         finally:
             self.encode_s += time.perf_counter() - began
 

@@ -51,6 +51,7 @@ async def test_usage_counts_tokens_in_detail(served: Served, scripted: ScriptedE
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
+            "forced_tokens": 0,
         },
     }
 

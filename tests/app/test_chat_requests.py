@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from app.api.answer_form import AnswerForm, form_of
 from app.api.errors import ApiError
 from app.api.messages import ChatMessage
 from app.api.protocol import NOT_BUILT as NOT_BUILT_FIELDS
@@ -112,10 +113,12 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("chat_template_kwargs", {"__class__": "x"}, "chat_template_kwargs"),
     ("continue_final_message", True, "continue_final_message"),
     ("top_logprobs", 3, "top_logprobs"),
+    ("top_logprobs", 21, "top_logprobs"),
+    ("logprobs", 1, "logprobs"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
     ("response_format", {"type": "xml"}, "response_format.type"),
-    ("response_format", "text", "response_format.type"),
+    ("response_format", "text", "response_format"),
 ]
 
 
@@ -134,11 +137,7 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 
 NOT_BUILT: list[tuple[str, Any]] = [
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("functions", [{"name": "f"}]),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-    ("logprobs", True),
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("web_search_options", {}),
@@ -156,9 +155,43 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, val
     assert (refused.param, refused.code) == (field, "unsupported_parameter")
 
 
-def test_a_picture_is_refused_at_its_place() -> None:
-    refused = refusal(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}])
-    assert (refused.param, refused.code) == ("messages.0.content.1", "unsupported_parameter")
+@pytest.mark.parametrize("kind", ["file", "video_url"])
+def test_parts_that_nothing_here_takes_are_refused_at_their_place(kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:,"}}
+    refused = refusal(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, part]}])
+    assert (refused.param, refused.code) == (f"messages.0.content.1.{kind}", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+def test_only_users_and_tools_show_pictures(role: str) -> None:
+    refused = refusal(messages=[{"role": role, "content": [IMAGE]}, USER])
+    assert refused.param == "messages.0.content.0.image_url"
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url"}, "image_url"),
+        ({"type": "image_url", "image_url": {}}, "image_url.url"),
+        ({"type": "image_url", "image_url": {"url": 5}}, "image_url.url"),
+        ({"type": "image_url", "image_url": ["x"]}, "image_url"),
+        ({"type": "input_audio"}, "input_audio"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, "input_audio.data"),
+        ({"type": "input_audio", "input_audio": {"data": "x", "format": "exe"}}, "input_audio.format"),
+    ],
+)
+def test_parts_of_the_wrong_shape_are_refused_at_the_field(part: dict[str, Any], param: str) -> None:
+    refused = refusal(messages=[{"role": "user", "content": [part]}])
+    assert refused.param == f"messages.0.content.0.{param}"
+
+
+def test_a_picture_may_be_a_plain_string_and_its_detail_is_ignored() -> None:
+    plain = {"type": "image_url", "image_url": "data:,"}
+    detailed = {"type": "image_url", "image_url": {"url": "data:,", "detail": "high"}}
+    asked = parse(messages=[{"role": "user", "content": [plain, detailed]}])
+    first, second = asked.messages[0].content or []
+    assert first == second
+    assert "data:" not in repr(asked)
 
 
 IGNORED: list[tuple[str, Any]] = [
@@ -170,15 +203,9 @@ IGNORED: list[tuple[str, Any]] = [
     ("prompt_cache_key", "x"),
     ("verbosity", "low"),
     ("prediction", {"type": "content", "content": "x"}),
-    ("parallel_tool_calls", False),
-    ("tools", []),
     ("tools", None),
-    ("tool_choice", "none"),
-    ("tool_choice", "auto"),
     ("functions", None),
-    ("logprobs", False),
     ("top_logprobs", None),
-    ("response_format", {"type": "text"}),
     ("modalities", ["text"]),
     ("best_of", 1),
     ("no_such_field", {"deep": [1]}),
@@ -188,6 +215,25 @@ IGNORED: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("field", "value"), IGNORED)
 def test_a_field_that_cannot_change_the_answer_is_passed_over(field: str, value: Any) -> None:
     assert parse(**{field: value}) == parse()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel_tool_calls": False},
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+    ],
+)
+async def test_a_form_that_asks_for_nothing_changes_nothing(
+    scripted: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    asked = parse(**fields)
+    assert asked.template_variables == parse().template_variables
+    assert await form_of(asked, scripted) == AnswerForm()
 
 
 def test_null_means_the_default_everywhere() -> None:

@@ -149,7 +149,7 @@ async def test_an_answer_beyond_its_time_ends_and_is_freed(
         assert "deadline_exceeded" in response.text
         assert response.status_code == (200 if changes else 504)
         await settles(lambda: scripted.num_open == 0)
-    assert scripted.requests[0].deadline_s == 0.1
+    assert 0 < (scripted.requests[0].deadline_s or 0) <= 0.1  # reading the prompt took some of it
 
 
 @pytest.mark.parametrize("changes", [{}, {"stream": True}])

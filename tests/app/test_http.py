@@ -36,7 +36,7 @@ async def test_each_page_is_there_with_and_without_v1_and_slash(served: Served, 
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/nothing", "/v1/nothing", "//", "/v2/models", "/v1/v1/models"]
+    "path", ["/v1", "/v1/", "/nothing", "/v1/nothing", "/page", "/v2/models", "/v1/v1/models"]
 )
 async def test_an_unknown_route_is_an_enveloped_404(served: Served, path: str) -> None:
     response = await served.http.get(path)
@@ -216,7 +216,9 @@ async def test_the_api_describes_itself(served: Served) -> None:
     assert "ErrorEnvelope" in str(chat["responses"]["4XX"])
     assert set(described["paths"]) == {
         PATH, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics",
+        "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/route", "/v1/requests/{id}",
         "/v1/images/generations", "/v1/images/content/{name}", "/v1/audio/speech",
+        "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/content", "/v1/videos/{id}/events",
     }  # fmt: skip
     assert (await served.http.get("/docs")).status_code == 200

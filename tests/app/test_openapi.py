@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from app.api.chat_reply import ChatCompletion
 from app.api.health import HealthReport, ReadyReport, VersionReport
 from app.api.models import ModelCard, ModelList
+from app.api.route import RouteReport
 from app.openapi import ChatChunk
 from app.openapi_document import document
 from tests.support.api_server import Served, chunks_of
@@ -30,6 +31,7 @@ def test_the_committed_document_is_the_one_the_gateway_serves() -> None:
         ("/health", HealthReport),
         ("/ready", ReadyReport),
         ("/version", VersionReport),
+        ("/v1/route", RouteReport),
     ],
 )
 async def test_each_page_is_as_described(served: Served, path: str, model: type[BaseModel]) -> None:

@@ -368,6 +368,49 @@ async def test_recordings_are_counted_while_they_are_held(scribe: FakeScribe) ->
         assert (await post(served, wav(19))).status_code == 200
 
 
+async def test_files_are_counted_while_they_come(scribe: FakeScribe) -> None:
+    """Room for 1.5 MB, of which somebody who sends slowly, and then leaves, has filled a whole one."""
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    is_there, leaves = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield head + bytes(1_000_000)
+        is_there.set()
+        await leaves.wait()
+        raise ConnectionError
+
+    async with serve_engines(scribe, media_bytes=1_500_000) as served:
+        form = {"content-type": "multipart/form-data; boundary=b"}
+        first = asyncio.create_task(served.http.post(PATH, content=slowly(), headers=form))
+        await is_there.wait()
+        async with asyncio.timeout(10):  # what was sent may not have arrived yet
+            while (second := await post(served, wav(19))).status_code == 200:  # a file of 0.6 MB
+                pass
+        assert (second.status_code, second.json()["error"]["code"]) == (503, "overloaded")
+        assert int(second.headers["retry-after"]) > 0
+        leaves.set()
+        await asyncio.gather(first, return_exceptions=True)
+        await settles_to_200(served)
+
+
+async def settles_to_200(served: Served) -> None:
+    async with asyncio.timeout(10):
+        while (await post(served, wav(3))).status_code != 200:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_file_in_the_wrong_field_is_told_the_right_one(served: Served) -> None:
+    answer = await served.http.post(PATH, data={"model": "scribe"}, files={"audio": ("a.wav", wav(1))})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "audio")
+    assert "'file'" in error["message"]
+
+
+async def test_a_prompt_that_is_no_prompt_is_named(served: Served) -> None:
+    error = (await post(served, prompt="word " * 60_000)).json()["error"]
+    assert error["param"] == "prompt"
+
+
 async def test_what_was_said_is_counted_and_never_told(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:

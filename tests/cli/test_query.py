@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from tests.cli.conftest import Diffuse, FakeGateway
 
@@ -135,3 +138,47 @@ def test_a_node_address_that_is_none_is_refused(diffuse: Diffuse) -> None:
     result = diffuse("query", "--prompt", "Hi", "--node", "127.0.0.1:9000")
     assert result.exit_code == 1
     assert "id@host:port" in result.stderr
+
+
+def test_pictures_and_recordings_go_along_as_parts(
+    diffuse: Diffuse, gateway: FakeGateway, tmp_path: Path
+) -> None:
+    gateway.says("a fox")
+    files = {"a.png": b"\x89PNG", "b.wav": b"RIFF", "c.mp3": b"ID3"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    options = ["--image", str(tmp_path / "a.png")]
+    options += ["--audio", str(tmp_path / "b.wav"), "--audio", str(tmp_path / "c.mp3")]
+    diffuse("query", "--prompt", "What is it?", "--url", gateway.url, *options)
+    picture, *recordings, text = gateway.requests[0]["messages"][0]["content"]
+    assert picture == {"type": "image_url", "image_url": {"url": "data:;base64,iVBORw=="}}
+    assert [part["input_audio"]["format"] for part in recordings] == ["wav", "mp3"]
+    assert text == {"type": "text", "text": "What is it?"}
+
+
+@pytest.mark.parametrize("flag", ["--image", "--audio"])
+def test_a_file_that_is_not_there_is_named(diffuse: Diffuse, gateway: FakeGateway, flag: str) -> None:
+    result = diffuse("query", "--prompt", "Hi", "--url", gateway.url, flag, "/nowhere/a.png")
+    assert result.exit_code == 1
+    assert result.stderr == "diffuse: /nowhere/a.png cannot be read: No such file or directory\n"
+    assert gateway.requests == []
+
+
+def test_a_file_that_no_gateway_takes_is_not_read(
+    diffuse: Diffuse, gateway: FakeGateway, tmp_path: Path
+) -> None:
+    with (tmp_path / "huge.wav").open("wb") as file:
+        file.truncate(2 << 30)
+    result = diffuse("query", "--prompt", "Hi", "--url", gateway.url, "--audio", str(tmp_path / "huge.wav"))
+    assert result.exit_code == 1
+    assert "larger than 23 MiB" in result.stderr
+
+
+def test_a_raw_prompt_has_no_place_for_pictures(
+    diffuse: Diffuse, gateway: FakeGateway, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    result = diffuse(
+        "query", "--prompt", "Hi", "--raw", "--url", gateway.url, "--image", str(tmp_path / "a.png")
+    )
+    assert result.exit_code == 2

@@ -246,6 +246,17 @@ def test_a_refused_size_says_the_allowed_step(diffuse: Diffuse, served: Served) 
     assert files() == []
 
 
+def test_how_tokens_are_drawn_is_told_to_a_model_of_sounds_only(
+    diffuse: Diffuse, served: Served, engines: dict[str, FakePictures]
+) -> None:
+    told = ["query", "-p", "rain", "--url", served.url, "--temperature", "0.5"]
+    result = diffuse(*told, "--model", "composer", "--out", "song.wav")
+    assert result.exit_code == 0, result.stderr
+    assert engines["composer"].requests[0].temperature == 0.5
+    result = diffuse(*told, "--model", "painter")
+    assert (result.exit_code, engines["painter"].requests) == (2, [])
+
+
 @pytest.fixture
 def own_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Have `--node` open a fake engine in this process."""

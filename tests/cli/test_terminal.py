@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,21 @@ def test_a_closed_terminal_ends_the_process(chat: Terminal) -> None:
     chat.wait_for("> ")
     chat.process.send_signal(signal.SIGHUP)
     assert chat.process.wait(10) != 0
+
+
+def test_a_picture_goes_with_the_next_message_and_stays_in_the_conversation(
+    chat: Terminal, gateway: FakeGateway, tmp_path: Path
+) -> None:
+    gateway.says("A fox.")
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    chat.wait_for("> ")
+    chat.press(b"/image /nowhere.png\r")
+    chat.wait_for("cannot be read.*> ")
+    chat.press(f"/image {tmp_path / 'a.png'}\r".encode())
+    chat.wait_for("next message.*> ")
+    for text in (b"What is it?\r", b"And now?\r"):
+        chat.press(text)
+        chat.wait_for("A fox.*total.*> ")
+    first, _, second = gateway.requests[1]["messages"]
+    assert [part["type"] for part in first["content"]] == ["image_url", "text"]
+    assert second["content"] == "And now?"

@@ -130,11 +130,11 @@ async def test_the_gateways_head_is_shared_among_threads(
 ) -> None:
     monkeypatch.setattr(wide_head, "MIN_SHARE_BYTES", 1)  # a real head is large
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(model.ChatTokenizer, "load", lambda folder: None)
+    monkeypatch.setattr(model.ChatTokenizer, "load", lambda *_, **__: None)
     with small_llama(64, vocab_size=512) as llama:
         llama.save_pretrained(tmp_path)
         found = model.look_up(str(tmp_path), EndsSettings())
-        runner, _ = model.load_ends(found, EndsSettings(runner="plain"))
+        runner = model.load_ends(found, EndsSettings(runner="plain")).runner
     assert runner is not None
     shares: list[str] = []
     plain = wide_head.functional.linear

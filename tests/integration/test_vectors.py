@@ -105,6 +105,18 @@ async def test_several_sessions_keep_all_stages_busy_and_no_more_are_opened(smal
         assert len(one[0]) == 1
 
 
+async def test_a_node_with_place_for_one_session_makes_all_vectors_over_it(small: Any) -> None:
+    """No text is handed to a session that has no place, and nobody waits for one."""
+    model, texts = small("bert"), texts_of(*[6] * 20)
+    async with vectors(model, slices=2) as here:
+        expected, _ = await here.make(*texts)
+    async with vectors(model, slices=2, max_sessions_per_peer=1) as here:
+        made, finished = await here.make(*texts)
+        np.testing.assert_array_equal(np.stack(made), np.stack(expected))
+        assert finished.replays == 0
+        await here.is_freed()
+
+
 async def test_only_the_rows_that_are_pooled_come_back(small: Any) -> None:
     seen: list[Answer] = []
     for pooling in ("cls_token", "lasttoken", "mean_tokens"):

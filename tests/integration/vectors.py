@@ -109,8 +109,12 @@ async def vectors(
     slices: int = 2,
     copies: int = 1,
     chunk: int = 5,
+    **settings: Any,
 ) -> AsyncIterator[Vectors]:
-    """So many slices with so many copies each; the `local` layers at home, None: the thin mode."""
+    """So many slices with so many copies each; the `local` layers at home, None: the thin mode.
+
+    `settings` are those of the nodes.
+    """
     shape = model.shape
     first, last = local or (0, 0)
     middle = SliceSpec(first, shape.num_layers - last)
@@ -124,6 +128,7 @@ async def vectors(
                 PlainRunner.from_model(model.whole, _parts(start, end, shape, local is None)),
                 start,
                 end,
+                **settings,
             )
             for start, end in pairwise(cuts)
             for _ in range(copies)
@@ -157,13 +162,14 @@ def _parts(start: int, end: int, shape: ModelShape, is_thin: bool) -> Parts:
     return Parts(((start, end),), opening=is_thin and start == 0, closing=is_thin and end == shape.num_layers)
 
 
-async def _add(here: Home, runner: PlainRunner, start: int, end: int) -> Node:
+async def _add(here: Home, runner: PlainRunner, start: int, end: int, **settings: Any) -> Node:
     offer = SliceOffer(
         "tiny", DIGEST, runner.num_layers, runner.hidden_size, SliceSpec(start, end), WireDtype.FLOAT32, runner.form,
         has_opening=runner.parts.opening, has_closing=runner.parts.closing,
-        confirms=runner.is_invariant, keeps=runner.is_invariant,
+        confirms=True, keeps=runner.is_invariant,
     )  # fmt: skip
-    return await here.rig.add_node(runner, offer, cache_bytes_per_position=runner.cache_bytes_per_position)
+    each = runner.cache_bytes_per_position
+    return await here.rig.add_node(runner, offer, cache_bytes_per_position=each, **settings)
 
 
 def texts_of(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:

@@ -27,6 +27,7 @@ from app.engine.request import (
 )
 from app.engine.tokenizer import ChatTokenizer
 from slicing.sampler import Sampler
+from slicing.token_scores import TokenScore, scores_of
 
 FINGERPRINT = "fp_test"
 
@@ -67,22 +68,35 @@ class LocalEngine:
         self.num_open += 1
         try:
             yield Admitted(len(request.prompt_ids), FINGERPRINT)
+            if request.scores_prompt:
+                yield self._scored(request)
             sampler = Sampler(request.sampling, self.vocab_size, request.prompt_ids)
             async for event in answer_with(self.tokenizer, request, self._tokens(request, sampler)):
                 yield event
         finally:
             self.num_open -= 1
 
-    async def _tokens(self, request: GenerationRequest, sampler: Sampler) -> AsyncGenerator[int, None]:
+    @torch.inference_mode()
+    def _scored(self, request: GenerationRequest) -> PrefillProgress:
+        ids = request.prompt_ids
+        logits = self.model(torch.tensor([ids])).logits[0].float()
+        return PrefillProgress(len(ids), len(ids), scores_of(logits[:-1], ids[1:], request.num_logprobs or 0))
+
+    async def _tokens(self, request: GenerationRequest, sampler: Sampler) -> AsyncGenerator[TokenScore, None]:
         ids = list(request.prompt_ids)
+        walk = None if request.grammar is None else request.grammar.walk()
         while True:
             await asyncio.sleep(0)
-            with torch.inference_mode():
-                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
-            token_id = sampler.sample(logits, len(ids))
+            logits = torch.zeros(self.vocab_size)
+            if walk is None or not walk.is_forced:
+                with torch.inference_mode():
+                    logits = self.model(torch.tensor([ids])).logits[0, -1].float()
+            token_id = sampler.sample(logits if walk is None else walk.masked(logits), len(ids))
+            if walk is not None:
+                walk.take(token_id)
             sampler.observe(token_id)
             ids.append(token_id)
-            yield token_id
+            yield scores_of(logits.reshape(1, -1), (token_id,), request.num_logprobs or 0)[0]
 
 
 Pause = Callable[[int], "asyncio.Future[None] | None"]
@@ -106,6 +120,7 @@ class ScriptedEngine:
     replays: int = 0
     route: tuple[RouteHop, ...] = ()
     drafts: tuple[int, int] = (0, 0)  # drafted, accepted
+    forced: int = 0
     num_open: int = 0
     num_opened: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -125,19 +140,22 @@ class ScriptedEngine:
             yield Admitted(len(request.prompt_ids), FINGERPRINT)
             for step in range(self.prefill_steps):
                 yield PrefillProgress(step + 1, self.prefill_steps)
+            if request.scores_prompt:
+                scores = tuple(scripted_score(one, request) for one in request.prompt_ids[1:])
+                yield PrefillProgress(len(request.prompt_ids), len(request.prompt_ids), scores)
             tokens = self._tokens(request)
             async for event in answer_with(self.tokenizer, request, tokens, replays=self.replays):
                 is_end = isinstance(event, Finished)
                 drafted, accepted = self.drafts
-                told = {"route": self.route, "drafted": drafted, "accepted": accepted}
+                told = {"route": self.route, "drafted": drafted, "accepted": accepted, "forced": self.forced}
                 yield replace(event, **told) if is_end else event
         finally:
             self.num_open -= 1
 
-    async def _tokens(self, request: GenerationRequest) -> AsyncGenerator[int, None]:
+    async def _tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenScore, None]:
         for number, token_id in enumerate(self.script(request)):
             await self._wait(number)
-            yield token_id
+            yield scripted_score(token_id, request)
 
     async def _wait(self, number: int) -> None:
         waiting = self.before_token(number)
@@ -153,27 +171,37 @@ def saying(tokenizer: ChatTokenizer, text: str) -> Callable[[GenerationRequest],
     return lambda request: [*ids, min(tokenizer.stop_token_ids)]
 
 
+def scripted_score(token_id: int, request: GenerationRequest) -> TokenScore:
+    """Half a nat for what is said; the ids behind it are the less likely the higher."""
+    top = tuple((token_id + rank, -0.5 - rank) for rank in range(request.num_logprobs or 0))
+    return TokenScore(token_id, -0.5, top)
+
+
 async def answer_with(
     tokenizer: ChatTokenizer,
     request: GenerationRequest,
-    tokens: AsyncGenerator[int, None],
+    tokens: AsyncGenerator[TokenScore, None],
     *,
     replays: int = 0,
 ) -> AsyncGenerator[GenerationEvent, None]:
     """Turn generated ids into events, as the production engine does."""
     began = time.perf_counter()
     text = tokenizer.answer_text(
-        request.stop, continued_ids=request.prompt_ids if request.continues_text else ()
+        request.stop,
+        continued_ids=request.prompt_ids if request.continues_text else (),
+        shown_ids=request.tools.shown_ids if request.tools is not None else (),
     )
     reason: FinishReason = "length"
     count = 0
-    async for token_id in tokens:
+    async for score in tokens if request.max_tokens else _no_tokens():
         count += 1
+        token_id, scores = score.token_id, () if request.num_logprobs is None else (score,)
         if token_id in request.stop_token_ids:
             reason = "stop"
+            yield TextDelta("", token_ids=(token_id,), scores=scores)
             break
         delta = text.push(token_id)
-        yield TextDelta(delta, timings=_timings(began, count))
+        yield TextDelta(delta, timings=_timings(began, count), token_ids=(token_id,), scores=scores)
         if text.is_stopped:
             reason = "stop"
             break
@@ -190,6 +218,11 @@ async def answer_with(
         replays=replays,
         fingerprint=FINGERPRINT,
     )
+
+
+async def _no_tokens() -> AsyncGenerator[TokenScore, None]:
+    return
+    yield
 
 
 def _timings(began: float, tokens: int) -> Timings:

@@ -16,7 +16,7 @@ from app.engine.diffusion.request import DiffusionRequest, WireName
 from app.engine.request import ModelStatus
 from app.engine.routes import Routes
 from routing.errors import NoRouteError
-from routing.planner import plan_route
+from routing.planner import RouteRequest, plan_route
 from routing.switchboard import Switchboard
 from routing.types import NodeId, NodeRecord, SliceSpec
 from slicing.diffusion.stacks import Stack
@@ -58,6 +58,11 @@ class StackCoverage:
             (stack, Coverage(route_request(facts, spec_of(stack), is_thin=False, excluded=excluded)))
             for stack in stacks
         ]
+
+    @property
+    def requests(self) -> list[tuple[str, RouteRequest]]:
+        """What the routes of each stack must do, by its name."""
+        return [(stack.name, coverage.request) for stack, coverage in self._parts]
 
     def status(self, records: tuple[NodeRecord, ...]) -> ModelStatus:
         """See `coverage.Coverage.status`; the reason names the blocks that are missing as the model numbers them."""

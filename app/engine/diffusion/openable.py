@@ -11,6 +11,7 @@ from app.engine.diffusion.model import LookedUpPipeline, load_opened
 from app.engine.model import EndsSettings
 from app.engine.openable import Openable
 from app.engine.request import KnownModel
+from routing.planner import RouteRequest
 from routing.switchboard import Switchboard
 from routing.types import NodeId, NodeRecord
 
@@ -35,6 +36,10 @@ class OpenablePipeline(Openable[PipelineEngine]):
         self._excluded = excluded
         self._coverage = StackCoverage(found.facts, found.source.remote, excluded)
 
+    @property
+    def stacks(self) -> list[tuple[str, RouteRequest]]:
+        return self._coverage.requests
+
     def known(self, records: tuple[NodeRecord, ...]) -> KnownModel:
         covered = self._coverage.status(records)
         engine = self.engine
@@ -44,7 +49,7 @@ class OpenablePipeline(Openable[PipelineEngine]):
             self.created,
             (engine.defaults.max_text or 0) if engine is not None else 0,
             is_listed=self.is_named or covered.is_ready,
-            kind=self.found.source.kind,
+            kind=self.found.source.kind.value,
         )
 
     async def _load(self) -> PipelineEngine:

@@ -84,7 +84,9 @@ class DiffusionDefaults:
     rate: int = 0  # samples of a sound per second
     max_pixels: int | None = None  # of a picture or frame; None: no limit is known
     takes_negative: bool = True  # a negative prompt
-    draws_tokens: bool = False  # it is no pipeline: a step is a token, and their number follows from the length
+    draws_tokens: bool = (
+        False  # it is no pipeline: a step is a token, and their number follows from the length
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("wan", {"seconds": 1.0}, "seconds", "not both"),
     ("stable-audio", {"seconds": 40.0}, "seconds", "up to 1.024"),
     ("stable-audio", {"width": 32}, "size", "sound"),
+    ("stable-audio", {"temperature": 0.5}, "temperature", "draws no tokens"),
     ("pixart", {"patches": 0}, "patches", "at least 1"),
     ("pixart", {"patches": 2, "steps": 7}, "patches", "too few for patches"),
     ("pixart", {"patches": 2, "steps": 9, "warmup": 0}, "warmup", "at least 1"),

@@ -1,0 +1,294 @@
+"""Finds tool calls in an answer's text as it comes, in the form that its model writes them. Pure text.
+
+Nothing is lost: what looked like a call and is none is text. What is certain is handed out at once, so an answer's
+calls are the same whether it is streamed or not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.engine.tool_style import ARGS, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS, ToolUse
+
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+NAMED = re.compile(rf"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{{]*)?{re.escape(ARGS)}\s*(?=\{{)")
+OPENERS = {
+    "hermes": (TOOL_CALL,),
+    "mistral": (TOOL_CALLS,),
+    "mistral_args": (TOOL_CALLS,),
+    "llama": (PYTHON_TAG,),
+    "plain": (TOOL_CALL,),
+}
+IS_BARE = ("llama", "plain")  # a call may stand there without any opener, at the answer's beginning
+BETWEEN = ",;"
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins; `index` counts from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, a piece of a JSON text."""
+
+    index: int
+    text: str = field(repr=False)
+
+
+Piece = str | CallStart | CallArguments
+
+
+class CallParser:
+    """The text and the calls of one answer."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._use = use
+        self._openers = OPENERS[use.style.kind]
+        self._buffer = ""  # not understood yet
+        self._held = ""  # what led to the buffer, and is text if no call comes of it
+        self._step: Callable[[], bool] = (
+            self._read_beginning if use.style.kind in IS_BARE else self._read_text
+        )
+        self._json = JsonScanner()
+        self._made: list[Piece] = []
+        self._is_silent = False  # a call beyond the most that there may be
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        """Take the text that follows; return what is certain by now."""
+        self._buffer += text
+        while self._buffer and self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        if self._step in (self._read_text, self._read_beginning, self._read_call):
+            rest = self._held + self._buffer
+            self._tell(rest if rest.strip() or not self.num_calls else "")
+        elif self._step == self._read_between and self._buffer.strip():
+            self._tell(self._buffer)
+        self._buffer = self._held = ""
+        return self._taken()
+
+    # Steps: each takes from the buffer, and returns whether the next one may have something to do -----------------
+
+    def _read_beginning(self) -> bool:
+        """The answer's first character decides whether it may be a bare call."""
+        start = self._buffer.lstrip()
+        if not start:
+            return False
+        self._step = self._read_call if start[0] == "{" else self._read_text
+        return True
+
+    def _read_text(self) -> bool:
+        """Text, up to what opens a call; whitespace before that is none of it."""
+        found = min(
+            ((place, opener) for opener in self._openers if (place := self._buffer.find(opener)) >= 0),
+            default=None,
+        )
+        if found is None:
+            certain = self._certain_end()
+            self._tell(self._buffer[:certain])
+            self._buffer = self._buffer[certain:]
+            return False
+        place, opener = found
+        text = self._buffer[:place].rstrip()
+        self._tell(text)
+        self._held = self._buffer[len(text) : place + len(opener)]
+        self._buffer = self._buffer[place + len(opener) :]
+        self._step = self._read_call
+        return True
+
+    def _certain_end(self) -> int:
+        """Where what may be the beginning of an opener begins, or the whitespace before it."""
+        end = len(self._buffer)
+        for opener in self._openers:
+            for length in range(min(len(opener) - 1, len(self._buffer)), 0, -1):
+                if self._buffer.endswith(opener[:length]):
+                    end = min(end, len(self._buffer) - length)
+                    break
+        return len(self._buffer[:end].rstrip())
+
+    def _read_call(self) -> bool:
+        """The head of a call, or the whole of one that is written in another order."""
+        start = self._buffer.lstrip()
+        if not start:
+            return False
+        if self._use.style.kind.startswith("mistral"):
+            if start[0] == "[" and not self._held.endswith("["):
+                self._held += self._buffer[: len(self._buffer) - len(start) + 1]
+                self._buffer = start[1:]
+                return True
+            if start[0] != "{":
+                return self._read_named(start)
+        if start[0] != "{":
+            return self._give_up()
+        if (head := HEAD.match(self._buffer)) is not None:
+            if head[1] not in self._use.names:
+                return self._give_up()
+            return self._begin_call(head[1], head.end(), is_nested=True)
+        scanner = JsonScanner()
+        end = scanner.feed(start)
+        return False if end is None else self._read_whole(start[:end], start[end:])
+
+    def _read_named(self, start: str) -> bool:
+        """A call with its name before its arguments."""
+        if (head := NAMED.match(self._buffer)) is not None:
+            if head[1] not in self._use.names:
+                return self._give_up()
+            return self._begin_call(head[1], head.end(), is_nested=False)
+        name, _, behind = start.partition("[")
+        could_follow = re.fullmatch(r"[\w.-]*\s*", name) is not None and (not behind or len(behind) < 200)
+        return False if could_follow and (name.strip() or not behind) else self._give_up()
+
+    def _read_whole(self, text: str, rest: str) -> bool:
+        try:
+            call = json.loads(text)
+        except (ValueError, RecursionError):
+            return self._give_up()
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            told = arguments
+        elif isinstance(arguments, dict):
+            told = json.dumps(arguments, ensure_ascii=False)
+        else:
+            return self._give_up()
+        if not isinstance(name, str) or name not in self._use.names:
+            return self._give_up()
+        self._start(name)
+        self._add(told)
+        self._buffer, self._held, self._step = rest, "", self._read_between
+        return True
+
+    def _begin_call(self, name: str, end: int, *, is_nested: bool) -> bool:
+        self._start(name)
+        self._buffer, self._held = self._buffer[end:], ""
+        self._json, self._is_nested = JsonScanner(), is_nested
+        self._step = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        end = self._json.feed(self._buffer)
+        self._add(self._buffer if end is None else self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._json = JsonScanner(depth=1)
+            self._step = self._read_call_end if self._is_nested else self._read_between
+        return end is not None
+
+    def _read_call_end(self) -> bool:
+        """What follows the arguments, to the brace that closes the call."""
+        end = self._json.feed(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._step = self._read_between
+        return end is not None
+
+    def _read_between(self) -> bool:
+        """What closes a call, and what may stand before the next."""
+        start = self._buffer.lstrip()
+        if not start:
+            return False
+        kind = self._use.style.kind
+        if END_TOOL_CALL.startswith(start) and start != END_TOOL_CALL:
+            return False
+        if start.startswith(END_TOOL_CALL):
+            self._buffer, self._step = start[len(END_TOOL_CALL) :], self._read_text
+            return True
+        if kind == "mistral" and start[0] == "]":
+            self._buffer, self._step = start[1:], self._read_text
+            return True
+        if start[0] in BETWEEN and (kind in IS_BARE or kind == "mistral"):
+            inner = start[1:].lstrip()
+            if not inner:
+                return False
+            if inner[0] == "{":
+                self._held, self._buffer, self._step = (
+                    start[: len(start) - len(inner)],
+                    inner,
+                    self._read_call,
+                )
+                return True
+        if kind in IS_BARE and start[0] == "{":
+            self._held, self._buffer, self._step = "", start, self._read_call
+            return True
+        self._buffer, self._step = start, self._read_text
+        return True
+
+    # Pieces -----------------------------------------------------------------------------------------------------
+
+    def _give_up(self) -> bool:
+        """No call came of it: it is text, and what opened it opens nothing."""
+        self._tell(self._held)
+        first = len(self._buffer) - len(self._buffer.lstrip()) + 1
+        self._tell(self._buffer[:first])
+        self._held, self._buffer = "", self._buffer[first:]
+        self._step = self._read_text
+        return True
+
+    def _tell(self, text: str) -> None:
+        if text:
+            self._made.append(text)
+
+    def _start(self, name: str) -> None:
+        most = self._use.most
+        self._is_silent = most is not None and self.num_calls >= most
+        if self._is_silent:
+            return
+        length = self._use.style.id_length
+        call_id = f"call_{secrets.token_hex(12)}" if length is None else secrets.token_hex(length)[:length]
+        self._made.append(CallStart(self.num_calls, call_id, name))
+        self.num_calls += 1
+
+    def _add(self, text: str) -> None:
+        if text and not self._is_silent:
+            self._made.append(CallArguments(self.num_calls - 1, text))
+
+    def _taken(self) -> list[Piece]:
+        made, self._made = self._made, []
+        return made
+
+
+class JsonScanner:
+    """Finds where a JSON object or list that is fed in pieces ends; `depth`: it has begun before."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Return the place behind its last character, or None where it goes on."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        return None
+
+
+def call_json(start: CallStart, arguments: str) -> dict[str, Any]:
+    """A call as the API tells it."""
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
