@@ -7,6 +7,7 @@ follows from the tokens before alone, so an answer depends on its seed as any ot
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -34,7 +35,10 @@ MAX_CHARS = 1 << 20  # of one grammar, in which each tool has its schema
 MAX_KEPT = 16  # compiled grammars: programs ask with the same few schemas again and again
 MAX_REASON = 200  # characters
 UNKNOWN_KEYS = "Unimplemented keys: "
-TOO_COMPLEX = ("fuel", "too complex", "too large", "too big", "limit", "size")
+PLACE = re.compile(
+    r"^at \d+\(\d+\): (failed to compile JSON schema:?\s*)?"
+)  # in the rules, which nobody sees
+TOO_COMPLEX = ("fuel", "too complex", "too large", "too big", "too many", "limit exceeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +258,11 @@ def _told(param: str, reason: str) -> RequestError:
     if "regex parse error" in reason:
         text = "a 'pattern' that is no regular expression, or looks around (which is not supported)"
         return RequestError(param, "unsupported_parameter", text)
+    if "Resource '" in reason:
+        return RequestError(param, "unsupported_parameter", "a '$ref' that leads out of the schema")
     if any(word in reason.lower() for word in TOO_COMPLEX):
         return RequestError(param, "grammar_too_complex", "the schema is too complex")
-    first = reason.strip().splitlines()[0] if reason.strip() else "it cannot be compiled"
+    first = PLACE.sub("", reason.strip()).partition("\n")[0] or "it cannot be compiled"
     return RequestError(param, "invalid_value", f"the schema cannot be followed: {first[:MAX_REASON]}")
 
 

@@ -188,7 +188,7 @@ def test_properties_come_in_the_order_of_the_schema_and_no_others(
         ({"type": "nonsense"}, "type"),
         ({"enum": []}, "Unsatisfiable"),
         ({"$ref": "#/$defs/gone"}, "gone"),
-        ({"$ref": "https://example.com/schema.json"}, "example.com"),
+        ({"$ref": "https://example.com/schema.json"}, "$ref"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
     ],
 )
