@@ -94,7 +94,7 @@ async def test_answers_tokens_and_times_are_counted(served: Served, scripted: Sc
     assert served.metric("diffuse_generated_tokens_total", model="scripted") == 9 + 6
     assert served.metric("diffuse_prompt_tokens_total", model="scripted") == 40
     assert served.metric("diffuse_request_seconds_count", model="scripted", endpoint=PATH) == 2
-    assert served.metric("diffuse_inter_token_seconds_count", model="scripted") == 7 + 2 * 2
+    assert served.metric("diffuse_inter_token_seconds_count", model="scripted") == 8 + 2 * 2
     assert served.metric("diffuse_token_seconds_count", model="scripted", part="crypto") == 3
 
 
