@@ -43,8 +43,9 @@ endif
 up: install
 	@$(BIN)/diffuse up --port $(PORT)
 
+# A worker for each core, a file's tests in one of them; every worker computes with one thread.
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 # An internet of network namespaces: as root, with iproute2, nftables and conntrack; skipped with the reason elsewhere.
 netns: install

@@ -15,6 +15,8 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
     "video": (".mp4",),
     "audio": (".wav", ".flac", ".mp3", ".opus", ".aac"),
 }
+EMBEDDINGS: Final = "embeddings"  # what models of vectors make: no file
+TRANSCRIPTS: Final = "transcripts"  # what models make that take recordings and nothing else
 
 
 @dataclass(frozen=True, slots=True)

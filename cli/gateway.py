@@ -16,11 +16,9 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from cli.answer import End, Piece, Question, Timings
-from cli.drawing import SUFFIXES
+from cli.drawing import EMBEDDINGS, SUFFIXES, TRANSCRIPTS
 from cli.failures import CommandError
 
-EMBEDDINGS: Final = "embeddings"  # what models of vectors make
-TRANSCRIPTS: Final = "transcripts"  # what models make that take recordings and nothing else
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
 CONNECT_TIMEOUT_S: Final = 5.0
 _SHARES: Final = ("compute_s", "local_s", "network_s", "crypto_s", "queue_s")  # in the order of Timings

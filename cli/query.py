@@ -14,12 +14,9 @@ from cli import show
 from cli.answer import End, Piece, Question
 from cli.attachments import with_attachments
 from cli.draw import draw
-from cli.drawing import Order
-from cli.gateway import EMBEDDINGS, TRANSCRIPTS
+from cli.drawing import EMBEDDINGS, TRANSCRIPTS, Order
 from cli.runtime import run_asking
 from cli.target import Target, chosen, open_answerer, open_drawer
-from cli.transcript import show_transcript
-from cli.vectors import show_vector
 
 
 def query(
@@ -153,6 +150,8 @@ async def _query(
         return
     if output == EMBEDDINGS:
         flags = drawing_flags | _text_flags(question, output, files, has_system=has_system)
+        from cli.vectors import show_vector  # it reads answers over HTTP, which `--help` need not load
+
         _refuse_flags(flags, "is not for models that make vectors")
         await show_vector(target, order.prompt, as_json=as_json)
         return
@@ -166,6 +165,8 @@ async def _write_down(
     target: Target, question: Question, order: Order, files: _Files, *, as_json: bool, has_system: bool
 ) -> None:
     """One recording; the prompt, where there is one, says how things are spelled."""
+    from cli.transcript import show_transcript
+
     flags = _text_flags(question, "audio", files, has_system=has_system) | _drawing_flags(order, None)
     flags |= {"--image": bool(files.pictures), "--per-block": target.per_block}
     del flags["--image, --audio"]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cli import show
-from cli.gateway import DEFAULT_URL, EMBEDDINGS, Gateway, GatewayError, open_gateway
+from cli.drawing import EMBEDDINGS
+from cli.gateway import DEFAULT_URL, Gateway, GatewayError, open_gateway
 from cli.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:

@@ -136,9 +136,11 @@ async def test_a_model_whose_engine_cannot_be_made_leaves_no_thread(
         raise ModelError("it does not say how an answer begins")
 
     monkeypatch.setattr("app.engine.seq2seq.start_ids_of", refuse)
+    before = set(threading.enumerate())
     async with library(t5, EndsSettings()) as (models, _):
         with pytest.raises(ModelError):
             await models.open_named()
         with pytest.raises(ModelUnavailableError):
             await models.engine("tiny")
-        assert not any(thread.name.startswith(("encoding", "ends")) for thread in threading.enumerate())
+        left = [thread.name for thread in threading.enumerate() if thread not in before]
+        assert not any(name.startswith(("encoding", "ends")) for name in left)

@@ -19,7 +19,7 @@ from openai import APIError
 from tests.support.crowd import client_for, streamed
 from tests.support.processes import Process, Processes
 
-KNOWN_TIMEOUT_S = 30.0
+KNOWN_TIMEOUT_S = 90.0
 LOOK_S = 0.05
 
 
