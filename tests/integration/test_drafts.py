@@ -54,12 +54,12 @@ class Runners:
     """Invariant runners are tried when they are made, which takes a while: each is made once, and lent out again."""
 
     def __init__(self) -> None:
-        self._made: defaultdict[Parts, list[InvariantRunner]] = defaultdict(list)
-        self._lent: Counter[Parts] = Counter()
+        self._made: defaultdict[tuple[LlamaForCausalLM, Parts], list[InvariantRunner]] = defaultdict(list)
+        self._lent: Counter[tuple[LlamaForCausalLM, Parts]] = Counter()
 
     def from_model(self, model: LlamaForCausalLM, parts: Parts) -> InvariantRunner:
-        made, number = self._made[parts], self._lent[parts]
-        self._lent[parts] += 1
+        made, number = self._made[model, parts], self._lent[model, parts]
+        self._lent[model, parts] += 1
         if number == len(made):
             made.append(InvariantRunner.from_model(model, parts))
         return made[number]
