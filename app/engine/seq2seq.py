@@ -19,18 +19,17 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from app.engine.at_home import run_at_home
 from app.engine.opened import Opened
+from app.engine.over_text import OverText
 from app.engine.request import (
     Admitted,
     EncodedPrompt,
     Finished,
     GenerationEvent,
     GenerationRequest,
-    ModelStatus,
     PrefillProgress,
     RequestError,
 )
 from app.engine.text import ChainTextEngine
-from app.engine.tokenizer import ChatTokenizer
 from slicing.encoder import Encoder
 from slicing.errors import ModelError
 
@@ -45,13 +44,13 @@ def new_engine(opened: Opened) -> Seq2SeqEngine:
     return Seq2SeqEngine(opened.new_text_engine(), opened.home, opened.encoding, start_ids)
 
 
-class Seq2SeqEngine:
+class Seq2SeqEngine(OverText):
     """A TextEngine whose prompts an encoder reads. `start_ids` are what every answer of the decoder begins with."""
 
     def __init__(
         self, text: ChainTextEngine, encoder: Encoder, encoding: Executor, start_ids: tuple[int, ...]
     ) -> None:
-        self._text = text
+        super().__init__(text)
         self._encoder = encoder
         self._encoding = encoding
         self._start_ids = start_ids
@@ -59,29 +58,14 @@ class Seq2SeqEngine:
         self.num_running = 0  # answers
 
     @property
-    def model_name(self) -> str:
-        return self._text.model_name
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        return self._text.tokenizer
-
-    @property
     def max_positions(self) -> int:
         """Of a prompt."""
         return self._max_source
-
-    @property
-    def vocab_size(self) -> int:
-        return self._text.vocab_size
 
     def answer_room(self, prompt_tokens: int) -> int:
         """A prompt takes no room in the decoder."""
         fits = prompt_tokens <= self._max_source
         return self._text.answer_room(len(self._start_ids)) if fits else 0
-
-    def coverage(self) -> ModelStatus:
-        return self._text.coverage()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         self._check(request)

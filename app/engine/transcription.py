@@ -17,11 +17,11 @@ import torch
 
 from app.engine.at_home import run_at_home
 from app.engine.opened import Opened
+from app.engine.over_text import OverText
 from app.engine.request import (
     EncodedPrompt,
     Finished,
     GenerationRequest,
-    ModelStatus,
     RequestError,
     TextDelta,
     Timings,
@@ -31,7 +31,6 @@ from app.engine.speech_features import SpeechFeatures
 from app.engine.speech_tokens import SpeechTokens
 from app.engine.speech_windows import Decoded, Windows, Wishes
 from app.engine.text import ChainTextEngine
-from app.engine.tokenizer import ChatTokenizer
 from slicing.encoder import Encoder
 from slicing.errors import ModelError
 from slicing.sampler import SamplingParams
@@ -57,7 +56,7 @@ def new_engine(opened: Opened) -> TranscriptionEngine:
     )
 
 
-class TranscriptionEngine:
+class TranscriptionEngine(OverText):
     """A `SpeechEngine` over a chain of nodes. `knows_logprobs`: the ends are here, so doubts can be measured."""
 
     def __init__(
@@ -71,7 +70,7 @@ class TranscriptionEngine:
         stride: int,
         knows_logprobs: bool,
     ) -> None:
-        self._text = text
+        super().__init__(text)
         self._encoder = encoder
         self._encoding = encoding
         self._features = features
@@ -79,22 +78,6 @@ class TranscriptionEngine:
         self._stride = stride
         self._knows_logprobs = knows_logprobs
         self.num_running = 0  # recordings
-
-    @property
-    def model_name(self) -> str:
-        return self._text.model_name
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        return self._text.tokenizer
-
-    @property
-    def max_positions(self) -> int:
-        return self._text.max_positions
-
-    @property
-    def vocab_size(self) -> int:
-        return self._text.vocab_size
 
     @property
     def rate(self) -> int:
@@ -107,9 +90,6 @@ class TranscriptionEngine:
     @property
     def is_multilingual(self) -> bool:
         return self._tokens.is_multilingual
-
-    def coverage(self) -> ModelStatus:
-        return self._text.coverage()
 
     async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
         began = time.perf_counter()

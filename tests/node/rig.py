@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from node.budget import MemoryBudget
 from node.held_slice import SPOKEN_DTYPES, HeldSlice
@@ -44,6 +45,8 @@ from routing.types import (
     Want,
     WireDtype,
 )
+from slicing.model_kind import shape_of
+from slicing.runner import Parts, PlainRunner
 from tests.node.fake_runner import CACHE_BYTES_PER_POSITION, HIDDEN_SIZE, NUM_LAYERS, FakeRunner
 from tests.support.fake_link import FakeEndpoint, FakeNetwork
 
@@ -366,3 +369,22 @@ async def until(is_true: Callable[[], bool]) -> None:
 def rows_of(answer: Answer, hidden_size: int = HIDDEN_SIZE) -> np.ndarray[Any, Any]:
     """[rows, hidden] of an answer that holds float32 hidden states."""
     return np.frombuffer(answer.payload, dtype="<f4").reshape(-1, hidden_size)
+
+
+async def add_real_node(rig: Rig, model: PreTrainedModel, start: int, end: int) -> Node:
+    """A node with a plain runner over layers of a real model, and the ends that are beside them."""
+    num_layers = shape_of(model.config).num_layers
+    parts = Parts(((start, end),), opening=start == 0, closing=end == num_layers)
+    runner = PlainRunner.from_model(model, parts)
+    offer = SliceOffer(
+        "tiny",
+        DIGEST,
+        num_layers,
+        runner.hidden_size,
+        SliceSpec(start, end),
+        WireDtype.FLOAT32,
+        runner.form,
+        has_opening=parts.opening,
+        has_closing=parts.closing,
+    )
+    return await rig.add_node(runner, offer, cache_bytes_per_position=runner.cache_bytes_per_position)

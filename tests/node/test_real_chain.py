@@ -14,10 +14,10 @@ from routing import wire
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode
 from routing.identity import Identity
-from routing.types import AnswerKind, NodeAddress, SliceOffer, SliceSpec, StepFlag, Want, WireDtype
+from routing.types import AnswerKind, NodeAddress, StepFlag, Want
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import Sampler, SamplingParams
-from tests.node.rig import DIGEST, Node, Rig, rows_of, task_group, until
+from tests.node.rig import Rig, add_real_node, rows_of, task_group, until
 from tests.node.test_thin_mode import drawn
 from tests.support.fake_link import FakeNetwork
 from tests.support.tiny_models import small_llama
@@ -44,23 +44,6 @@ async def rig() -> AsyncIterator[Rig]:
             yield made
         finally:
             await made.close()
-
-
-async def add_real_node(rig: Rig, model: LlamaForCausalLM, start: int, end: int) -> Node:
-    parts = Parts(((start, end),), opening=start == 0, closing=end == NUM_LAYERS)
-    runner = PlainRunner.from_model(model, parts)
-    offer = SliceOffer(
-        "tiny",
-        DIGEST,
-        NUM_LAYERS,
-        HIDDEN_SIZE,
-        SliceSpec(start, end),
-        WireDtype.FLOAT32,
-        runner.form,
-        has_opening=parts.opening,
-        has_closing=parts.closing,
-    )
-    return await rig.add_node(runner, offer, cache_bytes_per_position=runner.cache_bytes_per_position)
 
 
 class Whole:

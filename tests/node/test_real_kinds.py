@@ -21,7 +21,6 @@ from routing.types import (
     AnswerKind,
     HopEntry,
     NodeId,
-    SliceOffer,
     SliceSpec,
     StepFlag,
     Want,
@@ -32,7 +31,7 @@ from slicing.branches import BranchedCache
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
 from slicing.streams import StreamSampler
-from tests.node.rig import DIGEST, Node, Rig, Script, task_group
+from tests.node.rig import DIGEST, Node, Rig, Script, add_real_node, task_group
 from tests.support.fake_link import FakeNetwork
 from tests.support.tiny_kinds import CODEBOOK, NUM_LAYERS, WIDTH, tiny_model
 from tests.support.tiny_multimodal import stock_model, write_multimodal
@@ -53,25 +52,8 @@ async def rig() -> AsyncIterator[Rig]:
             await made.close()
 
 
-async def add_half(rig: Rig, model: Any, start: int, end: int) -> Node:
-    parts = Parts(((start, end),), opening=start == 0, closing=end == NUM_LAYERS)
-    runner = PlainRunner.from_model(model, parts)
-    offer = SliceOffer(
-        "tiny",
-        DIGEST,
-        NUM_LAYERS,
-        WIDTH,
-        SliceSpec(start, end),
-        WireDtype.FLOAT32,
-        runner.form,
-        has_opening=parts.opening,
-        has_closing=parts.closing,
-    )
-    return await rig.add_node(runner, offer, cache_bytes_per_position=runner.cache_bytes_per_position)
-
-
 async def halves(rig: Rig, model: Any) -> tuple[tuple[Node, int, int], tuple[Node, int, int]]:
-    a, b = await add_half(rig, model, 0, CUT), await add_half(rig, model, CUT, NUM_LAYERS)
+    a, b = await add_real_node(rig, model, 0, CUT), await add_real_node(rig, model, CUT, NUM_LAYERS)
     await rig.gateway.endpoint.dial(b.address)
     return (a, 0, CUT), (b, CUT, NUM_LAYERS)
 
