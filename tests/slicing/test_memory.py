@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from slicing.branches import BranchedCache
 from slicing.ends import Parts
+from slicing.invariant import InvariantRunner
 from slicing.runner import PlainRunner
 from tests.support.tiny_kinds import CODEBOOK, NUM_LAYERS, WIDTH, tiny_model
 
@@ -94,6 +95,20 @@ def test_encoder_states_come_in_pieces() -> None:
         in_pieces.add_memory(piece)
     ids = torch.tensor([3, 5, 9])
     assert torch.equal(runner.run_whole(at_once, ids, 0), runner.run_whole(in_pieces, ids, 0))
+
+
+@pytest.mark.parametrize("runners", [PlainRunner, InvariantRunner])
+def test_keys_and_values_of_encoder_states_are_made_once(runners: type[PlainRunner]) -> None:
+    runner = runners.from_model(tiny_model("whisper"), Parts.whole(NUM_LAYERS))
+    rows: list[int] = []
+    for name, module in runner._slice.model.named_modules():
+        if "decoder" in name and name.endswith("encoder_attn.k_proj"):
+            module.register_forward_hook(lambda _module, args, _made: rows.append(args[0].shape[-2]))
+    cache = runner.new_cache()
+    cache.add_memory(_memory())
+    for position in range(4):
+        runner.run_whole(cache, torch.tensor([3 + position]), position)
+    assert len(rows) == NUM_LAYERS
 
 
 def test_a_roll_back_keeps_encoder_states() -> None:
