@@ -22,6 +22,10 @@ MAX_UPLOAD_BYTES = 100 << 20  # of a form with a recording, alike
 MAX_RECORDING_S = 3600.0
 MEDIA_BYTES = 1 << 30
 MAX_REQUESTS = 32  # answers at once; each holds a session on every node of its route
+MAX_QUEUED = 64
+QUEUE_TIMEOUT_S = 30.0
+FIRST_TOKEN_TIMEOUT_S = 600.0  # the patience of OpenAI's clients
+STALL_TIMEOUT_S = 120.0  # a lost node is replaced within seconds; replaying a long session takes longer
 MAX_CHOICES = 8
 MAX_PIXELS = 4096 * 4096  # of one picture
 REMOTE_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\.?")
@@ -62,9 +66,12 @@ class GatewaySettings(BaseSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0 binds a free one
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    keys_file: Path | None = None  # hashed keys with limits of their own, see `app.keys`
     allow_open: bool = False  # serve without a key on an address that others can reach
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()  # more `Host` names; "*" allows any
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()  # browsers' pages that may call; "*" allows any
+    tls_cert: Path | None = None  # HTTPS, with the chain; None: plain HTTP
+    tls_key: Path | None = None
     model_aliases: Annotated[dict[str, str], NoDecode] = {}  # other names for a model: "gpt-4o-mini=smollm2"
 
     # Where routes may go, for requests that do not say so themselves. `avoid` counts for every request.
@@ -77,13 +84,21 @@ class GatewaySettings(BaseSettings):
 
     load_wait_s: Annotated[float, Field(gt=0)] = LOAD_WAIT_S  # how long a request waits for a model's ends
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
+    max_queued: Annotated[int, Field(ge=0)] = MAX_QUEUED  # choices that wait for a place; beyond it 503 at once
+    queue_timeout_s: Annotated[float, Field(ge=0)] = QUEUE_TIMEOUT_S  # 0: nobody waits
+    # Of each key that does not say otherwise in `keys_file`; None: no limit.
+    max_requests_per_key: Annotated[int | None, Field(ge=1)] = None  # choices at once
+    requests_per_minute: Annotated[int | None, Field(ge=1)] = None
     max_choices: Annotated[int, Field(ge=1)] = MAX_CHOICES
     max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
     max_upload_bytes: Annotated[int, Field(ge=1024)] = MAX_UPLOAD_BYTES  # of a recording
     max_recording_s: Annotated[float, Field(gt=0, le=24 * 3600)] = MAX_RECORDING_S
     media_bytes: Annotated[int, Field(ge=1 << 20)] = MEDIA_BYTES  # of all recordings that are held at once
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    request_timeout_s: Annotated[float, Field(ge=0)] = 0.0  # of one answer; 0 = no limit
+    # Of one answer; 0 = no limit. Each ends it with a code of its own.
+    first_token_timeout_s: Annotated[float, Field(ge=0)] = FIRST_TOKEN_TIMEOUT_S  # from admission
+    stall_timeout_s: Annotated[float, Field(ge=0)] = STALL_TIMEOUT_S  # nothing came from the engine
+    request_timeout_s: Annotated[float, Field(ge=0)] = 0.0  # the whole of it
     keepalive_s: Annotated[float, Field(ge=0)] = KEEPALIVE_S  # comment lines in a silent stream; 0 = off
     heartbeat_s: Annotated[float, Field(gt=0)] = HEARTBEAT_S  # empty chunks in a silent stream
 
@@ -95,6 +110,10 @@ class GatewaySettings(BaseSettings):
     max_media_pixels: Annotated[int, Field(ge=64)] = MAX_MEDIA_PIXELS
     max_heard_s: Annotated[float, Field(gt=0)] = MAX_HEARD_S
     allow_remote_media: Annotated[tuple[str, ...], NoDecode] = ()  # hosts to fetch from; "any" allows all
+
+    # Where limits, jobs and request records are kept: sqlite:///FILE, redis://HOST, or memory: (goes with the process).
+    state: SecretStr = SecretStr("memory:")
+    vllm_metrics: bool = False  # also under the names that vLLM's dashboards and autoscalers read
 
     videos_dir: Path | None = None  # where jobs outlive a restart; None: a folder that goes with the process
     videos_bytes: Annotated[int, Field(ge=1 << 16)] = VIDEOS_BYTES
