@@ -48,6 +48,7 @@ async def test_a_join_and_a_leave_are_known_everywhere_in_time(swarm: GossipSwar
     assert await swarm.until(swarm.is_settled, SETTLED_WITHIN_S) < SETTLED_WITHIN_S
 
 
+@pytest.mark.long
 async def test_nodes_that_are_killed_and_restarted_are_routable_and_dead_ones_are_not(
     swarm: GossipSwarm,
 ) -> None:

@@ -52,6 +52,7 @@ def fragile(nursery: Nursery) -> Iterator[ServedModel]:
         yield ServedModel(processes, nodes, processes.serve(MODEL, nodes))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_killed_and_stopped_nodes_are_replaced_until_none_is_left(
     fragile: ServedModel, whole: WholeModel

@@ -91,6 +91,7 @@ def wav(samples: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 async def test_speech_is_written_down_as_by_the_uncut_model(scribe: RealScribe) -> None:
     content = (RECORDINGS / "fox.opus").read_bytes()
     samples = decode_recording(content, rate=RATE)
@@ -125,6 +126,7 @@ async def test_a_sentence_comes_out_as_it_does_from_the_stock_model(
     assert scribe.whole.tokenizer.decode(ids).strip() == HEARD
 
 
+@pytest.mark.long
 async def test_a_minute_goes_in_windows(scribe: RealScribe) -> None:
     content = (RECORDINGS / "story.opus").read_bytes()
     samples = decode_recording(content, rate=RATE)

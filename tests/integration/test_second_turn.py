@@ -32,6 +32,7 @@ def hits(url: str) -> float:
     return sum(float(line.removeprefix(named)) for line in lines if line.startswith(named))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_second_turn_is_cheap_and_says_the_same(served: ServedModel) -> None:
     warm = served.gateway.ready["url"]

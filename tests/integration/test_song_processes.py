@@ -18,7 +18,7 @@ from tests.support.nursery import Nursery
 from tests.support.processes import Process, Processes, describe
 from tests.support.tiny_sound import DEPTH, FRAME_RATE, RATE
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 NUM_FRAMES = 40
 LONG_FRAMES = 400
 BODY: dict[str, Any] = {

@@ -18,6 +18,7 @@ from tests.support.struck_swarm import StruckSwarm
 NUM_TOKENS = 26
 
 
+@pytest.mark.long
 @pytest.mark.processes
 async def test_eight_streams_survive_nodes_that_are_killed_and_frozen(
     tmp_path: Path, nursery: Nursery

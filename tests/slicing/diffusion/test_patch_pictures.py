@@ -46,6 +46,7 @@ def whole(pictures: Pictures) -> torch.Tensor:
         return pictures.make(Way("whole"), GUIDANCE)
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_patches_move_a_picture_by_a_level_or_so(pictures: Pictures, whole: torch.Tensor) -> None:
     with quiet():
@@ -55,6 +56,7 @@ def test_patches_move_a_picture_by_a_level_or_so(pictures: Pictures, whole: torc
     assert found["tone"] <= 0.5
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_branches_that_share_their_buffers_change_the_picture(
     pictures: Pictures, whole: torch.Tensor
