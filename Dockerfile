@@ -52,8 +52,8 @@ RUN install -d -o 10001 -g 10001 -m 700 /var/cache/diffuse /var/lib/diffuse /var
 COPY deploy/docker/join deploy/docker/meet deploy/docker/healthy /usr/local/bin/
 ENV PATH=/opt/diffuse/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/tmp \
-    DIFFUSE_CACHE=/var/cache/diffuse \
-    DIFFUSE_STATE=/var/lib/diffuse \
+    DIFFUSE_CACHE_DIR=/var/cache/diffuse \
+    DIFFUSE_STATE_DIR=/var/lib/diffuse \
     HF_HOME=/var/cache/diffuse/hub \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1

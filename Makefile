@@ -9,10 +9,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 COMPLY := .comply
+STORMS := .storms
 # One thread per process: two OpenMP pools on two cores fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install up test netns chaos comply browser deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi format clean
+.PHONY: install up test long netns chaos storms schemathesis comply clients clients-real browser deploy-check deploy-image-check lint types imports bench bench-peers bench-diffusion openapi settings format clean
 
 install: $(STAMP)
 
@@ -47,6 +48,10 @@ up: install
 test: install
 	$(BIN)/pytest -n auto --dist loadfile
 
+# What takes minutes or minds company: real models, and processes that are killed under load. One after the other.
+long: install
+	$(BIN)/pytest -m long
+
 # An internet of network namespaces: as root, with iproute2, nftables and conntrack; skipped with the reason elsewhere.
 netns: install
 	$(BIN)/pytest -v -m netns tests/lab
@@ -76,6 +81,26 @@ comply: install $(COMPLY)/.installed
 $(COMPLY)/.installed: Makefile
 	$(PYTHON) -m venv --clear $(COMPLY)
 	$(COMPLY)/bin/pip --disable-pip-version-check -q install llm-comply==0.5.0
+	@touch $@
+
+# Other people's clients and suites, each in an environment of its own under .clients: against models that follow a
+# script (four minutes once these are made), or `make clients-real` against SmolLM2 and small real models.
+clients: install
+	$(BIN)/python -m tools.clients
+
+clients-real: install
+	$(BIN)/python -m tools.clients --real
+
+# 10,000 mutated requests, 300 clients that leave, 10,000 made-up names: minutes. Then schemathesis on our own document.
+storms: install schemathesis
+	$(BIN)/pytest -m storm -n auto --dist load tests/storms tests/app/test_known_series.py
+
+schemathesis: install $(STORMS)/.installed
+	$(BIN)/python -m tools.schema_storm $(STORMS)/bin/schemathesis
+
+$(STORMS)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(STORMS)
+	$(STORMS)/bin/pip --disable-pip-version-check -q install schemathesis==4.32.5
 	@touch $@
 
 lint: install
@@ -108,8 +133,12 @@ openapi: install
 	$(BIN)/python -m app.openapi_document > openapi/gateway.json.new
 	mv openapi/gateway.json.new openapi/gateway.json
 
+settings: install
+	$(BIN)/python -m tools.settings_page > docs/settings.md.new
+	mv docs/settings.md.new docs/settings.md
+
 clean:
-	rm -rf $(VENV) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis bench/results
+	rm -rf $(VENV) $(COMPLY) $(STORMS) .clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis bench/results
 
 define CHECK_PYTHON
 import sys

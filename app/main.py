@@ -6,7 +6,7 @@ import secrets
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,6 +19,7 @@ from starlette.requests import Request
 
 from app.api import (
     chat,
+    compat,
     completions,
     embeddings,
     images,
@@ -33,7 +34,9 @@ from app.api import (
     videos,
 )
 from app.api import page as page_files
+from app.api.allowed_methods import AllowedMethods
 from app.api.chat import ChatCompletions
+from app.api.compat import Compat
 from app.api.completions import Completions
 from app.api.connection import MAX_HEAD_BYTES, Connection
 from app.api.embeddings import Embeddings
@@ -41,22 +44,32 @@ from app.api.health import Health
 from app.api.images import Images
 from app.api.middleware import ApiKeys, ErrorBoundary, HostCheck, PathAliases, RequestIds
 from app.api.models import Models
+from app.api.named_route import NamedRoute
 from app.api.page import Page
 from app.api.picture_links import PictureLinks
+from app.api.rate_limit import RateLimit
 from app.api.requests import Requests
 from app.api.responses import Responses
 from app.api.route import RoutePlans
+from app.api.secured_connection import secured_connection
 from app.api.speech import Speech
 from app.api.tokenizing import Tokenizing
 from app.api.transcriptions import Transcriptions
+from app.api.unread_body import UnreadBody
 from app.api.videos import Videos
 from app.engine.request import Library
 from app.gateway import Gateway
+from app.jobs.folder import JobFolder
 from app.jobs.runner import JobRunner
 from app.jobs.store import JobStore
 from app.metrics import GatewayMetrics
 from app.openapi import describe
 from app.settings import GatewaySettings
+from app.state.state import State
+from routing.tls import Tls
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 # Longer than clients and proxies keep an idle connection: whoever closes first must not be the one who is written to.
 KEEP_ALIVE_S = 75
@@ -65,19 +78,36 @@ EXPOSED_HEADERS = (
     "retry-after",
     "server-timing",
     "openai-processing-ms",
+    "x-ignored-params",
     "openai-poll-after-ms",
     "content-range",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-should-retry",
 )
 # FastAPI would hand exceptions, whose texts may quote prompts, to whatever OpenTelemetry the process has.
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 
-def create_app(settings: GatewaySettings, library: Library, metrics: GatewayMetrics) -> FastAPI:
-    """Build the application over the models of a library.
+def create_app(
+    settings: GatewaySettings,
+    library: Library,
+    metrics: GatewayMetrics,
+    state: State | None = None,
+    *,
+    tracer: Tracer | None = None,
+) -> FastAPI:
+    """Build the application over the models of a library; without a `state` it goes with the process.
+
+    With a `tracer` requests are traced.
 
     `app.state.gateway` drains it; `app.state.jobs` is closed at the end, after that.
     """
-    gateway = Gateway(settings, library, metrics)
+    gateway = Gateway(settings, library, metrics, state)
+    metrics.watch_models(library)
+    if settings.vllm_metrics:
+        metrics.speak_vllm(library)
     metrics.watch_coverage(library)
     metrics.watch_ends(library)
     metrics.watch_prefixes(library)
@@ -88,18 +118,23 @@ def create_app(settings: GatewaySettings, library: Library, metrics: GatewayMetr
         separate_input_output_schemas=False,
         telemetry=NO_TELEMETRY,
     )
+    app.router.route_class = NamedRoute
     app.state.gateway = gateway
-    app.state.jobs = JobRunner(gateway, _job_store(settings), videos.PATH)
+    app.state.jobs = JobRunner(gateway, _job_store(gateway), videos.PATH)
     _add_routes(app, gateway)
     _add_media_routes(app, gateway, app.state.jobs)
     describe(app)
     _add_middleware(app, gateway)
+    if tracer is not None:
+        from app.tracing import Traced
+
+        app.user_middleware.append(Middleware(Traced, tracer=tracer))  # within the keys: others make no spans
     for foreign in (HTTPException, RequestValidationError):
         app.add_exception_handler(foreign, _pass_on)
     return app
 
 
-def serve_config(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
+def serve_config(app: FastAPI, settings: GatewaySettings, tls: Tls | None = None) -> uvicorn.Config:
     """Return how uvicorn runs the application: no access log (paths and ids are in ours), no version header."""
     return uvicorn.Config(
         app,
@@ -109,7 +144,7 @@ def serve_config(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         lifespan="off",
-        http=Connection,
+        http=Connection if tls is None else secured_connection(tls),
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -134,6 +169,7 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     pages = {
         models.PATH: listing.index,
         models.ONE_PATH: listing.retrieve,
+        compat.PATH: Compat(gateway).retrieve,
         route.PATH: RoutePlans(gateway).retrieve,
         requests.PATH: Requests(gateway).retrieve,
         "/health": health.health,
@@ -152,7 +188,8 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
 
 def _add_media_routes(app: FastAPI, gateway: Gateway, jobs: JobRunner) -> None:
     """Pictures, videos and sounds. A path that several routes fit goes to the first of them."""
-    links = PictureLinks(gateway.settings.pictures_bytes, gateway.settings.pictures_lifetime_s)
+    settings = gateway.settings
+    links = PictureLinks(gateway.state, settings.pictures_bytes, settings.pictures_lifetime_s)
     pictures, films, sounds = Images(gateway, links), Videos(gateway, jobs), Speech(gateway)
     for path in images.NOT_BUILT:
         app.add_api_route(
@@ -188,14 +225,15 @@ def _add_media_routes(app: FastAPI, gateway: Gateway, jobs: JobRunner) -> None:
             app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
-def _job_store(settings: GatewaySettings) -> JobStore:
-    """Where videos are kept: a folder that was named, else one that goes with this process."""
-    folder = settings.videos_dir or Path(tempfile.gettempdir()) / f"diffuse-videos-{secrets.token_hex(8)}"
+def _job_store(gateway: Gateway) -> JobStore:
+    """Where videos are kept: in the state where it keeps files, in a folder that was named, or one of this process."""
+    settings, named = gateway.settings, gateway.settings.videos_dir
+    folder = named or Path(tempfile.gettempdir()) / f"diffuse-videos-{secrets.token_hex(8)}"
     return JobStore(
-        folder,
+        gateway.state,
+        JobFolder(folder, is_temporary=named is None) if gateway.state.files is None else None,
         max_bytes=settings.videos_bytes,
         lifetime_s=settings.videos_lifetime_s,
-        is_temporary=settings.videos_dir is None,
     )
 
 
@@ -203,14 +241,16 @@ def _add_middleware(app: FastAPI, gateway: Gateway) -> None:
     """Wrap the routes; the first of the list is the outermost."""
     settings = gateway.settings
     paths = {route.path for route in app.routes if hasattr(route, "path")}
-    keys = [key.get_secret_value() for key in settings.api_keys]
     layers = [
         Middleware(RequestIds),
         *_cors(settings),
         Middleware(ErrorBoundary, gateway=gateway),
+        Middleware(UnreadBody),
         Middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts),
         Middleware(PathAliases, paths=paths),
-        Middleware(ApiKeys, keys=keys, metrics_are_open=settings.is_loopback),
+        Middleware(ApiKeys, keys=gateway.keys, metrics_are_open=settings.is_loopback),
+        Middleware(RateLimit, gateway=gateway),
+        Middleware(AllowedMethods),
     ]
     app.user_middleware[:] = layers
 

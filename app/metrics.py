@@ -9,16 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.admission_metrics import AdmissionMetrics
 from app.diffusion_metrics import DiffusionMetrics
 from app.ends_metrics import EndsMetrics
 from app.engine.request import Finished, Library, Timings
+from app.hop_metrics import HopMetrics
+from app.known_series import begin_endpoints, begin_model
 from app.network_metrics import NetworkMetrics
 from app.prefix_metrics import PrefixMetrics
+from app.state.trouble import Part
+from app.vllm_metrics import VllmMetrics
 from routing.network_status import NetworkStatus
 from routing.types import NodeRecord
 
@@ -44,6 +49,24 @@ TOKEN_BUCKETS = (
     10,
     40,
 )
+SIZE_BUCKETS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+)  # tokens
 # A second where a connection closed, 2 s until silence is suspected, then the replay (transport.md, section 5.6).
 PAUSE_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 3, 5, 10, 20, 60)
 
@@ -55,7 +78,12 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._library: Library | None = None
+        self._status: Callable[[], NetworkStatus] | None = None
+        ProcessCollector(registry=self.registry)
+        self.hops = HopMetrics(self.registry)
         self.diffusion = DiffusionMetrics(self.registry)
+        self.admission = AdmissionMetrics(self.registry)
         self.answers = self._counter("answers", "Choices finished", ["model", "endpoint", "finish_reason"])
         self.errors = self._counter("request_errors", "Requests refused or failed", ["endpoint", "code"])
         self.aborts = self._counter("requests_aborted", "Requests whose client left", ["endpoint"])
@@ -72,6 +100,9 @@ class GatewayMetrics:
             "forced_tokens", "Tokens of answers that their grammar left no choice of", ["model"]
         )
         self.replays = self._counter("replays", "Routes rebuilt in the middle of an answer", ["model"])
+        self.state_errors = self._counter(
+            "state_errors", "Failures of the store of limits, jobs and records", ["part"]
+        )
         self.failover = self._histogram(
             "failover_pause_seconds",
             "How long an answer stood still while another route took over",
@@ -99,6 +130,27 @@ class GatewayMetrics:
             ["model", "part"],
             TOKEN_BUCKETS,
         )
+        self.prefill_seconds = self._histogram(
+            "prefill_seconds", "First pass of a choice, over its prompt", ["model"], ANSWER_BUCKETS
+        )
+        self.decode_seconds = self._histogram(
+            "decode_seconds", "Of a choice, from its first token to its last", ["model"], ANSWER_BUCKETS
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a choice", ["model"], SIZE_BUCKETS
+        )
+        self.request_generated_tokens = self._histogram(
+            "request_generated_tokens", "Tokens generated for a choice", ["model"], SIZE_BUCKETS
+        )
+        begin_endpoints(self)
+
+    def watch_models(self, library: Library) -> None:
+        """Let the series of each model begin when it is first seen at a scrape."""
+        self._library = library
+
+    def speak_vllm(self, library: Library) -> None:
+        """Tell everything under vLLM's names too."""
+        self.registry.register(VllmMetrics(self, library, self.fullest))
 
     def watch_coverage(self, library: Library) -> None:
         """Report at every scrape how many layers of each model live nodes serve."""
@@ -117,12 +169,23 @@ class GatewayMetrics:
     ) -> None:
         """Report at every scrape what the swarm looks like from here."""
         self.registry.register(NetworkMetrics(status, records))
+        self._status = status
+
+    def fullest(self) -> float:
+        """The share of places for sessions that are taken on the fullest node known; 0 where none is."""
+        nodes = self._status().nodes if self._status is not None else ()
+        return max((node.load / node.max_sessions for node in nodes if node.max_sessions), default=0.0)
 
     def count_error(self, endpoint: str, code: str) -> None:
         self.errors.labels(endpoint, code).inc()
 
+    def count_state_error(self, part: Part) -> None:
+        self.state_errors.labels(part).inc()
+
     def render(self) -> bytes:
         """Return the text exposition format."""
+        for known in self._library.models() if self._library is not None else ():
+            begin_model(self, known)
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
@@ -144,6 +207,8 @@ class RequestMeter:
         self._is_stream = is_stream
         self._arrived = arrived  # on time.perf_counter
         self._last_token: dict[int, float] = {}  # by choice
+        self._generated = metrics.generated_tokens.labels(model)  # looked up once: they count every token
+        self._inter_token = metrics.inter_token.labels(model)
 
     def begin(self) -> None:
         self._metrics.running.labels(self._model).inc()
@@ -157,11 +222,11 @@ class RequestMeter:
     def count_tokens(self, choice: int, num_tokens: int) -> None:
         """Note generated tokens the moment they come."""
         now = time.perf_counter()
-        self._metrics.generated_tokens.labels(self._model).inc(num_tokens)
+        self._generated.inc(num_tokens)
         previous = self._last_token.get(choice)
         if previous is not None:
             for _ in range(num_tokens):
-                self._metrics.inter_token.labels(self._model).observe((now - previous) / num_tokens)
+                self._inter_token.observe((now - previous) / num_tokens)
         elif self._is_stream and not self._last_token:
             self._metrics.first_token.labels(self._model).observe(now - self._arrived)
         self._last_token[choice] = now
@@ -175,6 +240,11 @@ class RequestMeter:
         self._metrics.drafted.labels(self._model).inc(finished.drafted)
         self._metrics.accepted.labels(self._model).inc(finished.accepted)
         self._metrics.forced.labels(self._model).inc(finished.forced)
+        self._metrics.hops.count(self._model, finished)
+        self._metrics.prefill_seconds.labels(self._model).observe(finished.timings.prefill_s)
+        self._metrics.decode_seconds.labels(self._model).observe(finished.timings.decode_s)
+        self._metrics.request_prompt_tokens.labels(self._model).observe(finished.prompt_tokens)
+        self._metrics.request_generated_tokens.labels(self._model).observe(finished.completion_tokens)
         for part, seconds in _parts(finished.timings):
             share = seconds / max(1, finished.timings.tokens)
             self._metrics.token_seconds.labels(self._model, part).observe(share)

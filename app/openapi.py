@@ -1,19 +1,17 @@
-"""What the OpenAPI document says of each path: endpoints parse and answer by themselves, so FastAPI does not know.
-
-The chunks of a stream are built as dictionaries; `ChatChunk` describes them here, and a test holds it to the wire.
-"""
+"""What the OpenAPI document says of each path: endpoints parse and answer by themselves, so FastAPI does not know."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from app.api import (
     chat,
+    compat,
     completions,
     embeddings,
     images,
@@ -27,14 +25,13 @@ from app.api import (
     transcriptions,
     videos,
 )
-from app.api.chat_reply import AnswerTimings, ChatCompletion, DraftsField, ErrorEnvelope, RouteHopField, Usage
+from app.api.chat_reply import ChatCompletion, ErrorEnvelope
+from app.api.compat import CompatReport
 from app.api.completion_protocol import CompletionRequest
-from app.api.completion_reply import Completion, CompletionLogprobs
+from app.api.completion_reply import Completion
 from app.api.embedding_protocol import EmbeddingsAnswer, EmbeddingsRequest
 from app.api.health import HealthReport, ReadyReport, VersionReport
 from app.api.image_protocol import ImageAnswer, ImageEvent, ImageRequest
-from app.api.logprobs import ChoiceLogprobs
-from app.api.messages import Lenient
 from app.api.models import ModelCard, ModelList
 from app.api.protocol import ChatRequest
 from app.api.requests import RequestReport
@@ -42,7 +39,7 @@ from app.api.responses_protocol import ResponsesRequest
 from app.api.responses_reply import ResponseEvent, ResponseObject
 from app.api.route import RouteReport
 from app.api.speech import SpeechEvent, SpeechRequest
-from app.api.tokenizing import Detokenized, DetokenizeRequest, InputTokens, Tokenized, TokenizeRequest
+from app.api.tokenizing import Detokenized, DetokenizeRequest, InputTokenCount, Tokenized, TokenizeRequest
 from app.api.transcription_protocol import (
     TranscriptionEvent,
     TranscriptionJson,
@@ -53,102 +50,13 @@ from app.media.film import FILM_TYPE
 from app.media.pictures import PICTURE_TYPES
 from app.media.sound import SOUND_TYPES
 from app.media.subtitles import SUBRIP_TYPE, WEBVTT_TYPE
+from app.stream_shapes import ChatChunk, CompletionChunk
 
 JSON = "application/json"
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
 FORM = "multipart/form-data"
 REFERENCE = "#/components/schemas/{model}"
-
-
-class FunctionDelta(Lenient):
-    """What is new in a call: its name once, then pieces of its arguments."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
-class CallDelta(Lenient):
-    """What is new in one of the calls; `id` and `type` come once."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
-class Delta(Lenient):
-    """What is new in a choice."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    refusal: None = None
-    tool_calls: list[CallDelta] | None = None
-
-
-class ChunkChoice(Lenient):
-    """One choice of a chunk."""
-
-    index: int
-    delta: Delta
-    logprobs: ChoiceLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-
-
-class ChunkTimings(AnswerTimings):
-    """Where the time went so far; `replays` comes with the last ones."""
-
-    replays: int | None = None
-
-
-class Prefill(Lenient):
-    """How many prompt tokens have gone through the chain."""
-
-    done: int
-    total: int
-
-
-class ChatChunk(Lenient):
-    """One `data:` frame of a stream that is neither an error nor `[DONE]`."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    service_tier: Literal["default"]
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-    timings: ChunkTimings | None = None
-    replays: int | None = None
-    drafts: DraftsField | None = None
-    route: list[RouteHopField] | None = None
-    prefill: Prefill | None = None
-
-
-class CompletionChunkChoice(Lenient):
-    """What is new in a choice."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class CompletionChunk(Lenient):
-    """One `data:` frame of a completion's stream that is neither an error nor `[DONE]`."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
-    timings: ChunkTimings | None = None
-    replays: int | None = None
-    drafts: DraftsField | None = None
-    route: list[RouteHopField] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +69,7 @@ class Description:
     unavailable: type[BaseModel] = field(default=ErrorEnvelope)  # the body of a 503
     is_form: bool = False  # the body may also be a multipart form
     is_json: bool = True
+    has_ranges: bool = False  # part of the answer may be asked for
 
 
 MODEL_ID = {
@@ -241,7 +150,7 @@ OPERATIONS: Mapping[tuple[str, str], Description] = {
     ),
     (tokenizing.TOKENIZE_PATH, "post"): Description({JSON: Tokenized}, body=TokenizeRequest),
     (tokenizing.DETOKENIZE_PATH, "post"): Description({JSON: Detokenized}, body=DetokenizeRequest),
-    (tokenizing.INPUT_TOKENS_PATH, "post"): Description({JSON: InputTokens}, body=ChatRequest),
+    (tokenizing.INPUT_TOKENS_PATH, "post"): Description({JSON: InputTokenCount}, body=ChatRequest),
     (embeddings.PATH, "post"): Description({JSON: EmbeddingsAnswer}, body=EmbeddingsRequest),
     (images.PATH, "post"): Description({JSON: ImageAnswer, EVENTS: ImageEvent}, body=ImageRequest),
     (picture_links.PATH, "get"): Description(
@@ -257,10 +166,11 @@ OPERATIONS: Mapping[tuple[str, str], Description] = {
     (videos.ONE_PATH, "get"): Description({JSON: VideoJob}, parameters=(VIDEO_ID,)),
     (videos.ONE_PATH, "delete"): Description({JSON: VideoDeleted}, parameters=(VIDEO_ID,)),
     (videos.CONTENT_PATH, "get"): Description(
-        {FILM_TYPE: None, "image/webp": None}, parameters=(VIDEO_ID, VARIANT, RANGE)
+        {FILM_TYPE: None, "image/webp": None}, parameters=(VIDEO_ID, VARIANT, RANGE), has_ranges=True
     ),
     (videos.EVENTS_PATH, "get"): Description({EVENTS: VideoJob}, parameters=(VIDEO_ID,)),
     (models.PATH, "get"): Description({JSON: ModelList}),
+    (compat.PATH, "get"): Description({JSON: CompatReport}),
     ("/v1/models/{model}", "get"): Description({JSON: ModelCard}, parameters=(MODEL_ID,)),
     (route.PATH, "get"): Description({JSON: RouteReport}, parameters=(ROUTE_MODEL,)),
     (requests.PATH, "get"): Description({JSON: RequestReport}, parameters=(REQUEST_ID,)),
@@ -282,8 +192,8 @@ def describe(app: FastAPI) -> None:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for model in _models():
             schema = model.model_json_schema(ref_template=REFERENCE)
-            schemas |= schema.pop("$defs", {})
-            schemas[model.__name__] = schema
+            for name, part in (schema.pop("$defs", {}) | {model.__name__: schema}).items():
+                assert schemas.setdefault(name, part) == part, f"two models are named {name}"
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -298,6 +208,8 @@ def _operation(description: Description) -> dict[str, Any]:
             "5XX": _answer("The request cannot be served", {JSON: ErrorEnvelope}),
         }
     }
+    if description.has_ranges:
+        operation["responses"]["206"] = _answer("The bytes that `Range` asked for", description.answers)
     if description.parameters:
         operation["parameters"] = [dict(parameter) for parameter in description.parameters]
     if description.body is not None:
@@ -316,10 +228,19 @@ def _answer(text: str, by_type: Mapping[str, type[BaseModel] | None]) -> dict[st
     return {
         "description": text,
         "content": {
-            media_type: {"schema": _schema(model) if model or media_type == TEXT else {}}
-            for media_type, model in by_type.items()
+            media_type: {"schema": _body(media_type, model)} for media_type, model in by_type.items()
         },
     }
+
+
+def _body(media_type: str, model: type[BaseModel] | None) -> dict[str, Any]:
+    """A schema of what is sent; of a stream, that of each event, as OpenAPI 3.2 has it for all versions."""
+    if media_type != EVENTS:
+        return _schema(model) if model or media_type == TEXT else {}
+    held = {"anyOf": [_schema(model), _schema(ErrorEnvelope)]}
+    told = {"type": "string", "contentMediaType": JSON, "contentSchema": held}
+    name = {"type": "string", "description": "Its `type`, where events have names"}
+    return {"type": "object", "properties": {"data": told, "event": name}, "required": ["data"]}
 
 
 def _schema(model: type[BaseModel] | None) -> dict[str, Any]:

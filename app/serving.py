@@ -10,7 +10,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -21,9 +21,17 @@ from app.gateway import Gateway
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
+from app.state.opening import open_state
+from app.state.state import StateError
 from routing.errors import SettingsError
+from routing.tls import Tls, https_tls
+from routing.tls_files import TlsFiles
+from routing.trace_export import open_traces
 from routing.types import NodeId
 from slicing.progress import Progress
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -37,18 +45,23 @@ async def run_gateway(
     *,
     on_event: OnEvent = lambda event: None,
     sockets: Sequence[socket.socket] | None = None,
+    tls: Tls | None = None,
 ) -> None:
     """Serve until cancelled. While the first models load, requests for an unknown one get 503 `model_loading`.
 
-    `sockets` are bound and listening already; otherwise `settings` says where. Raises OSError when the address is
-    taken, ModelError and SettingsError for a named model that cannot be opened.
+    `sockets` are bound and listening already; otherwise `settings` says where. `tls` was read already; likewise.
+    Raises OSError when the address is taken, ModelError and SettingsError for a named model that cannot be opened, and
+    SettingsError for files of TLS,
+    StateError where the state cannot be used.
     """
+    tls = tls or https_tls(TlsFiles(settings.tls_cert, settings.tls_key))
     listening = list(sockets) if sockets is not None else [_bind(settings)]
     excluded = frozenset(NodeId(bytes.fromhex(node_id)) for node_id in settings.avoid)
-    wanted = replace(library_settings, excluded=excluded)
+    wanted = replace(library_settings, excluded=excluded, queue_s=settings.queue_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
         for sock in listening:
             stack.callback(sock.close)
+        state = await stack.enter_async_context(open_state(settings.state.get_secret_value()))
         joined = await stack.enter_async_context(open_network(member))
         library = await stack.enter_async_context(
             opened_library(wanted, joined, progress=_progress(on_event), on_event=on_event)
@@ -56,11 +69,16 @@ async def run_gateway(
         metrics = GatewayMetrics()
         metrics.watch_network(joined.network.status, joined.directory.records)
         joined.switchboard.on_pause = metrics.failover.observe
-        app = create_app(settings, library, metrics)
+        tracer = await stack.enter_async_context(_traced(settings))
+        app = create_app(settings, library, metrics, state, tracer=tracer)
         gateway: Gateway = app.state.gateway
+        stack.push_async_callback(gateway.close)
         gateway.is_loading = True
-        await app.state.jobs.open()
-        serving = await stack.enter_async_context(_served(serve_config(app, settings), listening))
+        with contextlib.suppress(StateError):  # a store that is away is looked at again by the first request
+            await app.state.jobs.open()
+        if tls is not None:
+            await stack.enter_async_context(_running(tls.watch()))
+        serving = await stack.enter_async_context(_served(serve_config(app, settings, tls), listening))
         stack.push_async_callback(app.state.jobs.close)
         stack.push_async_callback(gateway.drain)
         named = await library.open_named()
@@ -69,7 +87,7 @@ async def run_gateway(
         finding = await stack.enter_async_context(_running(library.run()))
         await _first_find(library, finding)
         gateway.is_loading = False
-        on_event(_ready(_url_of(listening[0]), library, named))
+        on_event(_ready(_url_of(listening[0], is_secured=tls is not None), library, named))
         await asyncio.wait({serving, finding}, return_when=asyncio.FIRST_COMPLETED)  # until cancelled
         if finding.done():
             finding.result()
@@ -117,8 +135,21 @@ def _check_aliases(settings: GatewaySettings, wanted: LibrarySettings, library: 
     for alias, model in settings.model_aliases.items():
         if model not in names and not wanted.finds:
             raise SettingsError(
-                f"--alias {alias}={model}: there is no such model here, only {', '.join(names)}"
+                f"--model-aliases {alias}={model}: there is no such model here, only {', '.join(names)}"
             )
+
+
+@contextlib.asynccontextmanager
+async def _traced(settings: GatewaySettings) -> AsyncIterator[Tracer | None]:
+    """Export traces while inside, where that was asked for. Raises SettingsError."""
+    export = open_traces(settings.traces, "diffuse-gateway", f"{socket.gethostname()}:{settings.port}")
+    if export is None:
+        yield None
+        return
+    try:
+        yield export.tracer
+    finally:
+        await export.close()
 
 
 @contextlib.asynccontextmanager
@@ -160,6 +191,7 @@ def _bind(settings: GatewaySettings) -> socket.socket:
     return sock
 
 
-def _url_of(sock: socket.socket) -> str:
+def _url_of(sock: socket.socket, *, is_secured: bool) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    scheme = "https" if is_secured else "http"
+    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"

@@ -1,6 +1,7 @@
 """What the gateway is told before it starts: where it listens, who may use it, and its limits.
 
-Read once from `DIFFUSE_*` variables or from flags of the same names, checked here, trusted everywhere else.
+A plain model: it is given values, checks them, and is trusted everywhere else. It knows neither flags nor variables
+nor files, from which `cli` takes the values; a field that counts seconds is called there without its `_s`.
 Which model and which nodes stand behind it is said in `app.engine.swarm.SwarmSettings`.
 """
 
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from app.engine.drafts import DraftMode
 from app.engine.route_options import ID_DIGITS, RouteOptions
+from app.state.opening import check_form
+from app.state.state import StateError
 
 MAX_BODY_BYTES = 32 << 20  # of a JSON request: openai.md, section 1.1
 MAX_UPLOAD_BYTES = 100 << 20  # of a form with a recording, alike
@@ -55,28 +58,35 @@ def _whole_id(text: str) -> str:
 WholeId = Annotated[str, AfterValidator(_whole_id)]
 
 
-class GatewaySettings(BaseSettings):
-    """Settings of `diffuse serve` about HTTP. Lists are comma-separated in the environment."""
+def _parts(value: str | Sequence[object]) -> Iterator[object]:
+    """The items, of a text those between its commas."""
+    for item in [value] if isinstance(value, str) else value:
+        if isinstance(item, str):
+            yield from (part for piece in item.split(",") if (part := piece.strip()))
+        else:
+            yield item
 
-    model_config = SettingsConfigDict(
-        env_prefix="DIFFUSE_", frozen=True, extra="forbid", hide_input_in_errors=True
-    )
+
+class GatewaySettings(BaseModel):
+    """Settings of `diffuse serve` about HTTP. An item of a list may be several, separated by commas."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0 binds a free one
 
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    api_keys: tuple[SecretStr, ...] = ()
     keys_file: Path | None = None  # hashed keys with limits of their own, see `app.keys`
     allow_open: bool = False  # serve without a key on an address that others can reach
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()  # more `Host` names; "*" allows any
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()  # browsers' pages that may call; "*" allows any
+    allowed_hosts: tuple[str, ...] = ()  # more `Host` names; "*" allows any
+    cors_origins: tuple[str, ...] = ()  # browsers' pages that may call; "*" allows any
     tls_cert: Path | None = None  # HTTPS, with the chain; None: plain HTTP
     tls_key: Path | None = None
-    model_aliases: Annotated[dict[str, str], NoDecode] = {}  # other names for a model: "gpt-4o-mini=smollm2"
+    model_aliases: dict[str, str] = {}  # other names for a model: "gpt-4o-mini=smollm2"
 
     # Where routes may go, for requests that do not say so themselves. `avoid` counts for every request.
-    pin: Annotated[tuple[WholeId, ...], NoDecode, Field(max_length=MAX_PINNED)] = ()
-    avoid: Annotated[tuple[WholeId, ...], NoDecode, Field(max_length=MAX_AVOIDED)] = ()
+    pin: Annotated[tuple[WholeId, ...], Field(max_length=MAX_PINNED)] = ()
+    avoid: Annotated[tuple[WholeId, ...], Field(max_length=MAX_AVOIDED)] = ()
     max_hops: Annotated[int | None, Field(ge=1, le=MAX_HOPS)] = None
     distinct_owners: bool = False  # of the first and the last hop
 
@@ -84,7 +94,7 @@ class GatewaySettings(BaseSettings):
 
     load_wait_s: Annotated[float, Field(gt=0)] = LOAD_WAIT_S  # how long a request waits for a model's ends
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
-    max_queued: Annotated[int, Field(ge=0)] = MAX_QUEUED  # choices that wait for a place; beyond it 503 at once
+    max_queued: Annotated[int, Field(ge=0)] = MAX_QUEUED  # that wait for a place; beyond it 503 at once
     queue_timeout_s: Annotated[float, Field(ge=0)] = QUEUE_TIMEOUT_S  # 0: nobody waits
     # Of each key that does not say otherwise in `keys_file`; None: no limit.
     max_requests_per_key: Annotated[int | None, Field(ge=1)] = None  # choices at once
@@ -109,10 +119,11 @@ class GatewaySettings(BaseSettings):
     max_media: Annotated[int, Field(ge=0)] = MAX_MEDIA
     max_media_pixels: Annotated[int, Field(ge=64)] = MAX_MEDIA_PIXELS
     max_heard_s: Annotated[float, Field(gt=0)] = MAX_HEARD_S
-    allow_remote_media: Annotated[tuple[str, ...], NoDecode] = ()  # hosts to fetch from; "any" allows all
+    allow_remote_media: tuple[str, ...] = ()  # hosts to fetch from; "any" allows all
 
     # Where limits, jobs and request records are kept: sqlite:///FILE, redis://HOST, or memory: (goes with the process).
     state: SecretStr = SecretStr("memory:")
+    traces: str | None = None  # URL of an OTLP collector; None: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere
     vllm_metrics: bool = False  # also under the names that vLLM's dashboards and autoscalers read
 
     videos_dir: Path | None = None  # where jobs outlive a restart; None: a folder that goes with the process
@@ -130,18 +141,14 @@ class GatewaySettings(BaseSettings):
     )
     @classmethod
     def _split(cls, value: object) -> object:
-        return (
-            tuple(part for item in value.split(",") if (part := item.strip()))
-            if isinstance(value, str)
-            else value
-        )
+        return tuple(_parts(value)) if isinstance(value, str | list | tuple) else value
 
     @field_validator("model_aliases", mode="before")
     @classmethod
     def _pair(cls, value: object) -> object:
-        if not isinstance(value, str):
+        if not isinstance(value, str | list | tuple):
             return value
-        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        pairs = [part.partition("=") for part in _parts(value) if isinstance(part, str)]
         if any(not (alias.strip() and model.strip()) for alias, _, model in pairs):
             raise ValueError("write aliases as alias=model, separated by commas")
         return {alias.strip(): model.strip() for alias, _, model in pairs}
@@ -162,11 +169,20 @@ class GatewaySettings(BaseSettings):
                 raise ValueError("name hosts alone, without scheme, port or path, or say any")
         return tuple(host.lower().rstrip(".") for host in hosts)
 
+    @field_validator("state")
+    @classmethod
+    def _is_state(cls, url: SecretStr) -> SecretStr:
+        try:
+            check_form(url.get_secret_value())
+        except StateError as error:
+            raise ValueError(str(error)) from None
+        return url
+
     @model_validator(mode="after")
     def _closed_to_others(self) -> Self:
-        if not (self.is_loopback or self.api_keys or self.allow_open):
+        if not (self.is_loopback or self.api_keys or self.keys_file or self.allow_open):
             raise ValueError(
-                f"{self.host} can be reached by others: set an API key (--api-key, DIFFUSE_API_KEYS), "
+                f"{self.host} can be reached by others: set API keys (--api-keys, --keys-file), "
                 "or say --allow-open"
             )
         return self

@@ -12,6 +12,7 @@ from bench.diffusion_bytes import measure_diffusion_bytes
 from bench.diffusion_quality import WITH_BARS, find_model, measure_diffusion_quality
 from bench.diffusion_speed import measure_diffusion_speed
 from bench.failover import measure_failover
+from bench.gateway import measure_gateway
 from bench.hops import measure_hops
 from bench.kernels import measure_kernels
 from bench.ledger import measure_ledger
@@ -36,6 +37,7 @@ SECTIONS = (
     "memory",
     "hops",
     "cancel",
+    "gateway",
     "failover",
     "relay",
     "wan",
@@ -67,6 +69,8 @@ async def _run(only: list[str], pairs: int, picture_model: str | None) -> None:
         await measure_hops(report, repeats=max(3, pairs // 2))
     if "cancel" in only:
         await measure_cancel(report)
+    if "gateway" in only:
+        measure_gateway(report)
     if "failover" in only:
         await measure_failover(report)
     if "relay" in only:

@@ -83,7 +83,7 @@ async def _nodes(slices: Sequence[str]) -> AsyncIterator[tuple[list[_Node], Node
     """A sentinel, and a node for each "A:B" ("": it chooses), once all of them serve."""
     async with Children() as children:
         with tempfile.TemporaryDirectory() as folder:
-            environment = thread_environment(1) | {"DIFFUSE_STATE": folder}
+            environment = thread_environment(1) | {"DIFFUSE_STATE_DIR": folder}
             tail = ["--listen", "127.0.0.1:0", "--events", "json", "--until-eof"]
             sentinel = await children.start(
                 "sentinel", ["sentinel", *tail], on_event=lambda _: None, environment=environment

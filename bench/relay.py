@@ -146,7 +146,7 @@ async def _relayed(path: Path) -> AsyncIterator[tuple[NodeAddress, NodeAddress]]
 async def _state_folder() -> AsyncIterator[dict[str, str]]:
     """The environment of children that keep their keys to themselves."""
     with tempfile.TemporaryDirectory() as folder:
-        yield thread_environment(1) | {"DIFFUSE_STATE": folder}
+        yield thread_environment(1) | {"DIFFUSE_STATE_DIR": folder}
 
 
 async def _start(

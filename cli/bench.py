@@ -26,6 +26,7 @@ from cli.answer import Answerer, End, Piece, Question, Timings
 from cli.failures import CommandError
 from cli.runtime import run_asking
 from cli.target import Target, open_answerer
+from routing.tls_files import TlsFiles
 
 # Short common words are one token each in most vocabularies; the real count is read from the answer's usage.
 _WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "life", "child", "world", "school")
@@ -120,12 +121,25 @@ def bench(
     wire: opt.WireOption = opt.Wire.AUTO,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     psk_file: opt.PskFileOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
     threads: opt.ThreadsOption = None,
     json: opt.JsonOption = False,
 ) -> None:
     """Measure a gateway (--url) or, running the engine here, nodes (--node): medians with quartiles."""
     target = Target(
-        url, api_key, model, tuple(node or ()), ends, local_layers, wire, network, psk_file, threads
+        url,
+        api_key,
+        model,
+        tuple(node or ()),
+        ends,
+        local_layers,
+        wire,
+        network,
+        psk_file,
+        threads,
+        tls=TlsFiles(tls_cert, tls_key, tls_ca),
     )
     load = Load(prompt_tokens, generate, repeats, concurrency, warmup)
     report = run_asking(_measure(target, load))

@@ -17,6 +17,7 @@ from cli.attachments import Kind, attached
 from cli.background import BackgroundLoop
 from cli.failures import CommandError
 from cli.target import Target, open_answerer
+from routing.tls_files import TlsFiles
 
 HELP = """\
 /image FILE   show a picture with the next message
@@ -46,6 +47,9 @@ def chat(
     psk_file: opt.PskFileOption = None,
     key: opt.KeyOption = None,
     token_file: opt.TokenFileOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
     threads: opt.ThreadsOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
@@ -69,6 +73,7 @@ def chat(
         token_file,
         weights,
         runner,
+        tls=TlsFiles(tls_cert, tls_key, tls_ca),
     )
     loop = BackgroundLoop()
     try:

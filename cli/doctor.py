@@ -22,6 +22,7 @@ from cli import options as opt
 if TYPE_CHECKING:
     from cli.diagnosis import Finding, HomeParts, OwnModel
     from cli.membership import Membership
+    from routing.tls_files import TlsFiles
     from routing.types import NodeAddress
 
 MAX_CLOCK_SKEW_S: Final = 300.0  # what the certificates of the handshake bear
@@ -56,6 +57,9 @@ def doctor(
     ] = None,
     token_file: opt.TokenFileOption = None,
     psk_file: opt.PskFileOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
@@ -67,21 +71,25 @@ def doctor(
     from outside, can we be dialled, and does an echo come back through the relay?
     """
     from cli.diagnosis import HomeParts
-    from cli.membership import read_membership
+    from routing.tls_files import TlsFiles
 
     first, last = opt.parse_local_layers(local_layers)
     entrances = opt.parse_addresses(bootstrap, "--bootstrap")
     place = opt.parse_host_port(listen, "--listen") if listen else None
+    files = TlsFiles(tls_cert, tls_key, tls_ca)
     findings = [*_versions(), *_memory(), *_key_files(key, psk_file)]
     if url:
-        findings.append(_gateway(url, api_key))
+        findings.append(_gateway(url, api_key, tls_ca))
     elif not entrances:  # a machine that joins a swarm need not be a gateway
         findings.append(_port(port))
-    is_member = not any(f.subject in ("--psk-file", "--key") and f.level == "problem" for f in findings)
-    if entrances and is_member:
-        findings += _swarm(entrances, key, read_membership(network, psk_file), place, token_file)
-    if node and is_member:
-        findings += _nodes(node, model, network, psk_file, HomeParts(first, last, ends is opt.Ends.REMOTE))
+    membership = None
+    if not any(f.subject in ("--psk-file", "--key") and f.level == "problem" for f in findings):
+        found, membership = _tls(network, psk_file, files)
+        findings += found
+    if entrances and membership:
+        findings += _swarm(entrances, key, membership, place, token_file)
+    if node and membership:
+        findings += _nodes(node, model, membership, HomeParts(first, last, ends is opt.Ends.REMOTE))
     elif model:
         findings.append(_model(model)[0])
     _print(findings, as_json=json)
@@ -146,6 +154,25 @@ def _key_files(key: Path | None, psk_file: Path | None) -> Iterator[Finding]:
         )
 
 
+def _tls(network: str, psk_file: Path | None, files: TlsFiles) -> tuple[list[Finding], Membership | None]:
+    """What the files of TLS are worth, and how to take part with them; None where one will not do."""
+    from cli.diagnosis import Finding
+    from cli.membership import read_membership
+    from routing.errors import SettingsError
+
+    try:
+        membership = read_membership(network, psk_file, files, listens=files.cert is not None)
+    except SettingsError as error:
+        return [Finding("problem", "TLS", str(error))], None
+    if membership.tls is None:
+        return [], membership
+    text = "links are dialled by wss and verified"
+    if (lifetime := membership.tls.contexts.lifetime) is not None:
+        days = (lifetime[1] - time.time()) / 86400
+        text += f"; our certificate is good for {days:.0f} more days"
+    return [Finding("ok", "TLS", text)], membership
+
+
 def _secrets(number: int) -> str:
     return "one secret" if number == 1 else f"{number} secrets, the first for dialling"
 
@@ -182,12 +209,12 @@ def _port(port: int) -> Finding:
     return gateway
 
 
-def _gateway(url: str, api_key: str | None) -> Finding:
+def _gateway(url: str, api_key: str | None, tls_ca: Path | None = None) -> Finding:
     from cli.diagnosis import Finding
     from cli.gateway import GatewayError, base_url, open_gateway
 
     async def look() -> tuple[list[dict[str, Any]], str | None]:
-        async with open_gateway(url, api_key=api_key, model="") as gateway:
+        async with open_gateway(url, api_key=api_key, tls_ca=tls_ca, model="") as gateway:
             return await gateway.list_models(), gateway.date
 
     subject = f"gateway {base_url(url)}"
@@ -260,16 +287,13 @@ def _model(model: str) -> tuple[Finding, OwnModel | None]:
     return Finding("ok", "--model", f"{model} is here: {layers} layers, digest {own.digest.hex()[:12]}"), own
 
 
-def _nodes(
-    node: list[str], model: str | None, network: str, psk_file: Path | None, home: HomeParts
-) -> list[Finding]:
+def _nodes(node: list[str], model: str | None, membership: Membership, home: HomeParts) -> list[Finding]:
     from cli.diagnosis import examine
-    from cli.membership import read_membership
     from cli.survey import survey
     from routing.addresses import parse_address
 
     addresses = [parse_address(text) for text in node]
-    reports = asyncio.run(survey(addresses, read_membership(network, psk_file)))
+    reports = asyncio.run(survey(addresses, membership))
     if model is None:
         return examine(reports, home)
     opened, own = _model(model)

@@ -86,7 +86,7 @@ def settings_of(target: Target, model: str) -> SwarmSettings:
     from routing.address_policy import Scope
     from routing.addresses import parse_address
 
-    membership = read_membership(target.network, target.psk_file)
+    membership = read_membership(target.network, target.psk_file, target.tls)
     nodes = tuple(parse_address(text) for text in target.nodes)
     bootstraps = parse_addresses(target.bootstraps, "--bootstrap")
     threads = target.threads or ANSWER_THREADS
@@ -111,6 +111,7 @@ def settings_of(target: Target, model: str) -> SwarmSettings:
         scope=None if target.scope == "auto" else Scope(target.scope.value),
         identity=load_or_make(target.key) if target.key else None,
         token=read_token(target.token_file),
+        tls=membership.tls,
     )
 
 

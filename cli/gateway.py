@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
@@ -18,6 +20,7 @@ import httpx
 from cli.answer import End, Piece, Question, Timings
 from cli.drawing import EMBEDDINGS, SUFFIXES, TRANSCRIPTS
 from cli.failures import CommandError
+from routing.tls_files import check_ca
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -40,20 +43,30 @@ def base_url(url: str) -> str:
 
 @asynccontextmanager
 async def open_gateway(
-    url: str, *, api_key: str | None = None, model: str | None = None
+    url: str, *, api_key: str | None = None, tls_ca: Path | None = None, model: str | None = None
 ) -> AsyncIterator[Gateway]:
-    """Connect to a gateway and settle which of its models is meant (the first one unless named)."""
+    """Connect to a gateway and settle which of its models is meant (the first one unless named).
+
+    An https one is verified by `tls_ca`, or by what the system trusts. Raises SettingsError for such a file.
+    """
     base = base_url(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     trust_env = not _is_loopback(base)  # a proxy in the environment can't reach our own machine
     async with httpx.AsyncClient(
-        base_url=base, headers=headers, timeout=timeout, trust_env=trust_env
+        base_url=base, headers=headers, timeout=timeout, trust_env=trust_env, verify=_trusted(base, tls_ca)
     ) as client:
         gateway = Gateway(client, base, model or "")
         if model is None:
             gateway.model = await gateway.first_model()
         yield gateway
+
+
+def _trusted(url: str, tls_ca: Path | None) -> ssl.SSLContext | bool:
+    if tls_ca is None or urlsplit(url).scheme != "https":
+        return True
+    check_ca(tls_ca)
+    return ssl.create_default_context(cafile=tls_ca)
 
 
 class Gateway:
@@ -208,6 +221,8 @@ class Gateway:
         raise GatewayError(message)
 
     def _unreachable(self, error: httpx.HTTPError) -> GatewayError:
+        if (text := _tls_trouble(str(error))) is not None:
+            return GatewayError(f"no link to the gateway at {self.url}: {text}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return GatewayError(
                 f"no gateway answers at {self.url}{_reason(error)}: start one with `diffuse up`, name another "
@@ -296,6 +311,19 @@ def _reason(error: httpx.HTTPError) -> str:
     """What the system says of a failed connection, where it says more than that it failed."""
     text = str(error).strip()
     return f" ({text})" if text and text != "All connection attempts failed" else ""
+
+
+def _tls_trouble(text: str) -> str | None:
+    """What OpenSSL's words for a failed handshake mean to whoever typed --url."""
+    if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text or "PACKET_LENGTH" in text:
+        return "it speaks no TLS: write http://"
+    if "Hostname mismatch" in text or "IP address mismatch" in text:
+        return "its certificate is for another name: call it by a name that stands in the certificate"
+    if "certificate has expired" in text:
+        return "its certificate has expired"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return "who signed its certificate is not trusted here: give that CA with --tls-ca"
+    return None
 
 
 def _output(card: dict[str, Any]) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli import options as opt
-from cli import show
+from cli import panels, show, units
+from cli.settings_command import ConfigOption, is_flag
 from cli.state import RunFile, default_state_dir
 from cli.telling import Teller
 
@@ -21,99 +22,138 @@ if TYPE_CHECKING:
     from routing.announcement import Owner
 
 
+_network = partial(typer.Option, rich_help_panel=panels.NETWORK)
+_models = partial(typer.Option, rich_help_panel=panels.MODELS)
+_limits = partial(typer.Option, rich_help_panel=panels.LIMITS)
+
+ListenOption = Annotated[
+    str,
+    _network(
+        "--listen",
+        metavar="HOST:PORT",
+        help="What to bind; port 0 takes a free one. 0.0.0.0 is every interface.",
+    ),
+]
+PublicAddrOption = Annotated[
+    str | None,
+    _network(
+        "--public-addr",
+        metavar="HOST:PORT",
+        help="What to tell others. Left out: what was bound or, in a swarm, what others find to work.",
+    ),
+]
+OwnerKeyOption = Annotated[
+    Path | None,
+    _network(
+        "--owner-key",
+        metavar="FILE",
+        help="Key file that labels this node as its owner's, so that routes can avoid two nodes of one owner.",
+    ),
+]
+SentinelOption = Annotated[
+    bool, _network("--sentinel", help="Be a sentinel as well: relay to nodes that cannot be dialled.")
+]
+ModelsOption = Annotated[
+    list[str] | None,
+    _models(
+        "--model",
+        metavar="MODEL[=START:END]",
+        help="Hub id, folder, .gguf file, or `smollm2` (the default); a diffusers pipeline too. Repeatable.",
+    ),
+]
+LayersOption = Annotated[
+    str | None,
+    _models(
+        "--layers",
+        metavar="START:END",
+        help="Layers to serve, END not included. Left out: where they help most, or all without --bootstrap.",
+    ),
+]
+HoldEndsOption = Annotated[
+    bool,
+    _models("--hold-ends", help="Serve gateways with --ends remote: this node may read tokens then."),
+]
+DtypeOption = Annotated[opt.Dtype, _models("--dtype", help="Compute type; auto measures.")]
+OverheadOption = Annotated[
+    float, _limits("--overhead", metavar="FRACTION", help="Of the free memory, what may be used.")
+]
+MemoryOption = Annotated[
+    Any,
+    _limits(
+        "--memory",
+        metavar="SIZE",
+        parser=units.size,
+        help="Memory for weights and sessions (4GB), instead of --overhead.",
+    ),
+]
+KvBudgetOption = Annotated[
+    Any,
+    _limits(
+        "--kv-budget",
+        metavar="SIZE",
+        parser=units.size,
+        help="Memory for sessions (500MB, 2GB). Left out: a share.",
+    ),
+]
+MaxSessionsOption = Annotated[
+    int, _limits("--max-sessions", metavar="N", help="Sessions held at once; more are sent elsewhere.")
+]
+DrainOption = Annotated[
+    Any,
+    typer.Option(
+        "--drain",
+        rich_help_panel=panels.DEADLINES,
+        metavar="TIME",
+        parser=units.duration,
+        help="How long running sessions may go on when leaving.",
+    ),
+]
+
+
 def host(
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            "--layers",
-            metavar="START:END",
-            help="Layers to serve, END not included. Left out: where they help most, or all without --bootstrap.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL[=START:END]",
-            help="Hub id, folder, .gguf file, or `smollm2` (the default); a diffusers pipeline too. Repeatable.",
-        ),
-    ] = None,
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    # network
+    listen: ListenOption = "127.0.0.1:0",
+    public_addr: PublicAddrOption = None,
     bootstrap: opt.BootstrapOption = None,
-    listen: Annotated[
-        str,
-        typer.Option(
-            "--listen",
-            metavar="HOST:PORT",
-            help="What to bind; port 0 takes a free one. 0.0.0.0 is every interface.",
-        ),
-    ] = "127.0.0.1:0",
-    public_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--public-addr",
-            metavar="HOST:PORT",
-            help="What to tell others. Left out: what was bound or, in a swarm, what others find to work.",
-        ),
-    ] = None,
-    key: opt.KeyOption = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
+    key: opt.KeyOption = None,
+    owner_key: OwnerKeyOption = None,
     allow_file: opt.AllowFileOption = None,
     token_file: opt.TokenFileOption = None,
-    owner_key: Annotated[
-        Path | None,
-        typer.Option(
-            "--owner-key",
-            help="Key file that labels this node as its owner's, so that routes can avoid two nodes of one owner.",
-        ),
-    ] = None,
-    sentinel: Annotated[
-        bool, typer.Option("--sentinel", help="Be a sentinel as well: relay to nodes that cannot be dialled.")
-    ] = False,
-    overhead: Annotated[
-        float | None,
-        typer.Option(
-            "--overhead", min=0.0, max=1.0, help="Fraction of the free memory to use. Left out: 0.6."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory", metavar="SIZE", help="Memory for weights and sessions (4GB), instead of --overhead."
-        ),
-    ] = None,
-    hold_ends: Annotated[
-        bool,
-        typer.Option(
-            "--hold-ends", help="Serve gateways with --ends remote: this node may read tokens then."
-        ),
-    ] = False,
-    dtype: Annotated[
-        opt.Dtype, typer.Option("--dtype", help="Compute type; auto measures.")
-    ] = opt.Dtype.AUTO,
+    sentinel: SentinelOption = False,
+    pad: opt.PadOption = False,
+    # models
+    model: ModelsOption = None,
+    layers: LayersOption = None,
+    hold_ends: HoldEndsOption = False,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
+    dtype: DtypeOption = opt.Dtype.AUTO,
     threads: opt.ThreadsOption = None,
-    pad: opt.PadOption = False,
-    max_sessions: Annotated[
-        int | None,
-        typer.Option("--max-sessions", min=1, help="Sessions held at once; more are sent elsewhere."),
-    ] = None,
-    kv_budget: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-budget", metavar="SIZE", help="Memory for sessions (500MB, 2GB). Left out: a share."
-        ),
-    ] = None,
-    drain: Annotated[
-        float | None,
-        typer.Option("--drain", min=0, help="Seconds that running sessions get when leaving. Left out: 30."),
-    ] = None,
+    # limits
+    overhead: OverheadOption = 0.6,
+    memory: MemoryOption = None,
+    kv_budget: KvBudgetOption = None,
+    max_sessions: MaxSessionsOption = 256,
+    # deadlines
+    drain: DrainOption = "30s",
+    # storage
+    state_dir: opt.StateDirOption = None,
+    cache_dir: opt.CacheDirOption = None,
+    # TLS
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
+    # logs and metrics
+    log_level: opt.LogLevelOption = opt.LogLevel.WARNING,
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+    traces: opt.TracesOption = None,
     metrics: opt.MetricsOption = None,
     metrics_open: opt.MetricsOpenOption = False,
-    cache_dir: opt.CacheDirOption = None,
-    state_dir: opt.StateDirOption = None,
     events: opt.EventsOption = opt.Events.TEXT,
     until_eof: opt.UntilEofOption = False,
 ) -> None:
@@ -127,20 +167,16 @@ def host(
         from cli.lifeline import end_with_parent
 
         end_with_parent()
-    limits = {
-        "max_sessions": max_sessions,
-        "kv_budget_bytes": opt.parse_size(kv_budget, "--kv-budget") if kv_budget else None,
-        "memory_bytes": opt.parse_size(memory, "--memory") if memory else None,
-        "overhead": overhead,
-        "drain_s": drain,
-    }
-    start_logging(logging.WARNING)
+    start_logging(log_level.value, log_format.value, is_service=True)
     opt.use_threads(threads)  # before anything imports torch
     from cli.membership import read_allow_list, read_membership, read_token
     from cli.ports import check_listen
     from node.settings import NodeSettings
+    from routing.tls_files import TlsFiles
 
-    membership = read_membership(network, psk_file)
+    state = state_dir or default_state_dir()
+    files = TlsFiles(tls_cert, tls_key, tls_ca)
+    membership = read_membership(network, psk_file, files, listens=True)
     bootstraps = opt.parse_addresses(bootstrap, "--bootstrap")
     settings = NodeSettings.model_validate(
         {
@@ -152,28 +188,37 @@ def host(
             "network_id": membership.network_id,
             "psk": membership.psk,
             "accepted_psks": membership.accepted_psks,
+            "tls": membership.tls,
             "bootstraps": bootstraps,
             "scope": scope.value,
             "allow": read_allow_list(allow_file, membership, bootstraps),
             "token": read_token(token_file),
             "is_sentinel": sentinel,
-            "state_dir": state_dir or (default_state_dir() if key else None),  # an id for once leaves nothing
+            "state_dir": state if key or is_flag(ctx, "state_dir") else None,  # an id for once leaves nothing
             "pad": pad,
             "metrics": metrics,
             "metrics_open": metrics_open,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "tls_ca": tls_ca,
+            "traces": traces,
             "dtype": dtype.value,
             "weights": weights.value,
             "runner": runner.value,
             "threads": threads,
             "cache_dir": cache_dir,
+            "max_sessions": max_sessions,
+            "kv_budget_bytes": kv_budget,
+            "memory_bytes": memory,
+            "overhead": overhead,
+            "drain_s": drain,
             **_identity(key, owner_key),
-            **{name: value for name, value in limits.items() if value is not None},
         }
     )
     check_listen(settings.listen.host, settings.listen.port)
     if settings.metrics is not None:
         check_listen(settings.metrics.host, settings.metrics.port, "--metrics")
-    with RunFile(state_dir or default_state_dir(), "host") as run_file:
+    with RunFile(state, "host") as run_file:
         if run_file.trouble:
             show.note(run_file.trouble)
         _serve(settings, Teller(events), run_file)

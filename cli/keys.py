@@ -1,8 +1,10 @@
-"""`diffuse keys`: make an identity key, show whose it is, change it, and let guests in with it."""
+"""`diffuse keys`: identity keys of nodes, which are made, shown and changed here, and API keys of a gateway."""
 
 from __future__ import annotations
 
+import secrets
 import time
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,12 +16,14 @@ from cli import show as terminal
 from cli.failures import CommandError
 
 if TYPE_CHECKING:
+    from app.keys_file import KeyEntry
     from routing.identity import Identity
     from routing.moved import Moved
     from routing.types import NodeId
 
 app = typer.Typer(
-    no_args_is_help=True, help="Make, show or change the identity key of a node, or invite a guest."
+    no_args_is_help=True,
+    help="Make, show or change the identity key of a node, invite a guest, or make an API key of a gateway.",
 )
 
 KeyPath = Annotated[
@@ -30,11 +34,20 @@ KeyPath = Annotated[
 ]
 
 
+API_KEY_PREFIX = "sk-diffuse-"  # some clients look for the first three
+API_KEY_BYTES = 32
+
+
 class GuestMay(StrEnum):
     """What a guest token permits."""
 
     USE = "use"
     SERVE = "serve"
+
+
+def default_keys_file() -> Path:
+    """Where hashes of API keys go unless somebody says otherwise."""
+    return Path(typer.get_app_dir("diffuse", force_posix=False)) / "api-keys.toml"
 
 
 def default_key_path() -> Path:
@@ -119,6 +132,89 @@ def guest(
     )
     typer.echo(format_guest_token(token))
     terminal.note(f"allow lists that honour it hold the line: issuer {issuer.public_key.hex()}")
+
+
+@app.command()
+def api(
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="Whose key it is: letters, digits and . _ @ -")
+    ],
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys-file",
+            metavar="FILE",
+            help="The gateway's. Left out: api-keys.toml in this user's Diffuse folder.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="A model that it may use. Repeatable. Left out: every model."
+        ),
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            "--requests-per-minute", metavar="N", min=1, help="Left out: what the gateway says for every key."
+        ),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None,
+        typer.Option(
+            "--max-concurrent",
+            metavar="N",
+            min=1,
+            help="Answers at once. Left out: what the gateway says for every key.",
+        ),
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option("--expires", metavar="TIME", help="As in 30d. Left out: it does not.")
+    ] = None,
+) -> None:
+    """Make an API key and print it, this once. The file gets its hash; a running gateway reads it within a second.
+
+    To revoke a key, remove its entry from the file.
+    """
+    from app.keys_file import append_entry
+
+    key = API_KEY_PREFIX + secrets.token_urlsafe(API_KEY_BYTES)
+    target = keys_file or default_keys_file()
+    lifetime_s = None if expires is None else opt.parse_duration(expires, "--expires")
+    append_entry(target, _api_entry(name, key, model, requests_per_minute, max_concurrent, lifetime_s))
+    typer.echo(key)
+    terminal.note(f"its hash is in {target}, as {name}: start the gateway with --keys-file {target}")
+
+
+def _api_entry(
+    name: str,
+    key: str,
+    models: list[str] | None,
+    requests_per_minute: int | None,
+    max_concurrent: int | None,
+    lifetime_s: float | None,
+) -> KeyEntry:
+    """Raises `BadParameter` for a name or a model that cannot be written down."""
+    from pydantic import ValidationError
+
+    from app.keys import digest_of
+    from app.keys_file import KeyEntry
+
+    until = None if lifetime_s is None else datetime.fromtimestamp(time.time() + lifetime_s, UTC)
+    try:
+        return KeyEntry(
+            name=name,
+            sha256=digest_of(key).hex(),
+            models=tuple(models) if models else None,
+            requests_per_minute=requests_per_minute,
+            max_concurrent=max_concurrent,
+            expires=until,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        hint = f"'--{first['loc'][0]}'".replace("models", "model")
+        raise typer.BadParameter(first["msg"].removeprefix("Value error, "), param_hint=hint) from None
 
 
 def _load(source: Path) -> Identity:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from cli import (
     bench,
     chat,
+    config,
     doctor,
     failures,
     host,
@@ -30,6 +31,7 @@ from cli import (
     status,
     up,
 )
+from cli.settings_command import AskingCommand, SettingsCommand
 
 
 class Commands(TyperGroup):
@@ -38,6 +40,13 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order they are added below, most used first."""
         return list(self.commands)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """With a default that is no question to pydantic, whose import would take half the time of a help."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -89,17 +98,18 @@ def diffuse(
     """
 
 
-app.command()(up.up)
-app.command()(query.query)
-app.command()(chat.chat)
-app.command()(host.host)
-app.command()(serve.serve)
-app.command()(sentinel.sentinel)
-app.command()(status.status)
-app.command()(models.models)
-app.command()(doctor.doctor)
+app.command(cls=SettingsCommand)(up.up)
+app.command(cls=AskingCommand)(query.query)
+app.command(cls=AskingCommand)(chat.chat)
+app.command(cls=SettingsCommand)(host.host)
+app.command(cls=SettingsCommand)(serve.serve)
+app.command(cls=SettingsCommand)(sentinel.sentinel)
+app.command(cls=AskingCommand)(status.status)
+app.command(cls=AskingCommand)(models.models)
+app.command(cls=AskingCommand)(doctor.doctor)
 app.command()(leave.leave)
-app.command()(bench.bench)
+app.command(cls=AskingCommand)(bench.bench)
+app.command(context_settings=config.TAKES_FLAGS)(config.config)
 app.add_typer(keys.app, name="keys")
 app.command(hidden=True)(up.prepare)
 

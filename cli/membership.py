@@ -17,6 +17,8 @@ from routing.errors import SettingsError
 
 if TYPE_CHECKING:
     from routing.allow_list import AllowList
+    from routing.tls import Tls
+    from routing.tls_files import TlsFiles
     from routing.types import NodeAddress
 
 PSK_SIZE: Final = 32
@@ -31,14 +33,24 @@ class Membership:
     network_id: bytes
     psk: bytes | None = field(default=None, repr=False)  # for dialling
     accepted_psks: tuple[bytes, ...] = field(default=(), repr=False)  # others taken while secrets change
+    tls: Tls | None = field(default=None, repr=False)  # around links; None: plain websockets
 
 
-def read_membership(network: str, psk_file: Path | None) -> Membership:
-    """Read `--network` and `--psk-file`. Raises `SettingsError`."""
+def read_membership(
+    network: str, psk_file: Path | None, tls: TlsFiles | None = None, *, listens: bool = False
+) -> Membership:
+    """Read `--network`, `--psk-file` and the files of TLS; `listens`: for links of others. Raises `SettingsError`."""
+    around = None if tls is None else _tls(tls, listens=listens)
     if psk_file is None:
-        return Membership(network_id(network))
+        return Membership(network_id(network), tls=around)
     psk, *accepted = read_psks(psk_file)
-    return Membership(network_id(network), psk, tuple(accepted))
+    return Membership(network_id(network), psk, tuple(accepted), around)
+
+
+def _tls(files: TlsFiles, *, listens: bool) -> Tls | None:
+    from routing.tls import guest_tls, member_tls
+
+    return member_tls(files) if listens else guest_tls(files)
 
 
 def network_id(name: str) -> bytes:

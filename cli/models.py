@@ -10,6 +10,7 @@ import typer
 
 from cli import failures, show
 from cli import options as opt
+from routing.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,27 +31,31 @@ def models(
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
     json: opt.JsonOption = False,
 ) -> None:
     """List the models of a gateway (--url) or a swarm (--bootstrap), or which layers each node (--node) serves.
 
     Exits with 1 if a node does not answer.
     """
+    files = TlsFiles(tls_cert, tls_key, tls_ca)
     if bootstrap and (node or url):
         raise typer.BadParameter("give one of --url, --node and --bootstrap")
     if bootstrap:
-        found = asyncio.run(_look(bootstrap, network, scope, psk_file))
+        found = asyncio.run(_look(bootstrap, network, scope, psk_file, files))
         show.print_json({"models": [_model_entry(model) for model in found]}) if json else _print_swarm(found)
         return
     if node:
-        reports = asyncio.run(_survey(node, network, psk_file))
+        reports = asyncio.run(_survey(node, network, psk_file, files))
         show.print_json({"nodes": [_node_entry(report) for report in reports]}) if json else _print_nodes(
             reports
         )
         if any(report.error is not None for report in reports):
             raise typer.Exit(failures.EXIT_FAILURE)
         return
-    listed, unserved = asyncio.run(_list(url, api_key))
+    listed, unserved = asyncio.run(_list(url, api_key, tls_ca))
     if json:
         show.print_json({"data": listed, "unserved": unserved})
     else:
@@ -59,15 +64,17 @@ def models(
             show.note(f"{show.printable(str(entry.get('id')))}: {show.printable(str(entry.get('reason')))}")
 
 
-async def _list(url: str | None, api_key: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+async def _list(
+    url: str | None, api_key: str | None, tls_ca: Path | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     from cli.gateway import DEFAULT_URL, open_gateway
 
-    async with open_gateway(url or DEFAULT_URL, api_key=api_key, model="") as gateway:
+    async with open_gateway(url or DEFAULT_URL, api_key=api_key, tls_ca=tls_ca, model="") as gateway:
         return await gateway.list_models(), gateway.unserved
 
 
 async def _look(
-    bootstrap: Sequence[str], network: str, scope: opt.Scope, psk_file: Path | None
+    bootstrap: Sequence[str], network: str, scope: opt.Scope, psk_file: Path | None, files: TlsFiles
 ) -> tuple[ModelStatus, ...]:
     """Join as an onlooker, and say which models the first gossip names. Raises `CommandError`."""
     from cli.membership import read_membership
@@ -76,7 +83,7 @@ async def _look(
     from routing.identity import Identity
 
     bootstraps = opt.parse_addresses(bootstrap, "--bootstrap")
-    settings = network_settings(read_membership(network, psk_file), bootstraps, scope)
+    settings = network_settings(read_membership(network, psk_file, files), bootstraps, scope)
     async with look(Identity.generate(), settings) as (joined, entrances):
         errors = [entrance.error for entrance in entrances if entrance.error]
         if errors and len(errors) == len(entrances):
@@ -84,12 +91,14 @@ async def _look(
         return joined.status().models
 
 
-async def _survey(node: Sequence[str], network: str, psk_file: Path | None) -> list[NodeReport]:
+async def _survey(
+    node: Sequence[str], network: str, psk_file: Path | None, files: TlsFiles
+) -> list[NodeReport]:
     from cli.membership import read_membership
     from cli.survey import survey
     from routing.addresses import parse_address
 
-    return await survey([parse_address(text) for text in node], read_membership(network, psk_file))
+    return await survey([parse_address(text) for text in node], read_membership(network, psk_file, files))
 
 
 def status_of(entry: dict[str, Any]) -> str:

@@ -9,86 +9,28 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
-from cli import patch_help
+from cli import panels, patch_help
+from cli.choices import Draft as Draft
+from cli.choices import Dtype as Dtype
+from cli.choices import Ends as Ends
+from cli.choices import Events as Events
+from cli.choices import LogFormat as LogFormat
+from cli.choices import LogLevel as LogLevel
+from cli.choices import Runner as Runner
+from cli.choices import Scope as Scope
+from cli.choices import Weights as Weights
+from cli.choices import Wire as Wire
 
 if TYPE_CHECKING:
     from routing.types import NodeAddress
 
 DEFAULT_MODEL: Final = "smollm2"
 DEFAULT_NETWORK: Final = "diffuse"
-
-
-class Ends(StrEnum):
-    """Where the two ends of the model run."""
-
-    LOCAL = "local"
-    REMOTE = "remote"
-
-
-class Events(StrEnum):
-    """How a service tells what it is doing on standard output."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class Wire(StrEnum):
-    """Element type of hidden states on the wire."""
-
-    AUTO = "auto"
-    BF16 = "bf16"
-    INT8_DELTA = "int8-delta"
-
-
-class Scope(StrEnum):
-    """How far a swarm reaches, which says what addresses its members may tell."""
-
-    AUTO = "auto"
-    LOOPBACK = "loopback"
-    LAN = "lan"
-    PUBLIC = "public"
-
-
-class Weights(StrEnum):
-    """The form that weights are kept and read in."""
-
-    AUTO = "auto"
-    BF16 = "bf16"
-    FP32 = "fp32"
-    INT8 = "int8"
-
-
-class Runner(StrEnum):
-    """What runs the layers."""
-
-    AUTO = "auto"
-    FAST = "fast"
-    INVARIANT = "invariant"
-    PLAIN = "plain"
-
-
-class Draft(StrEnum):
-    """Whether tokens are guessed ahead."""
-
-    OFF = "off"
-    LOOKUP = "lookup"
-    AUTO = "auto"
-
-
-class Dtype(StrEnum):
-    """Element type a node computes in."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
 
 ENDS_HELP: Final = (
     "Where the ends of the model run. local: embedding, first and last layers, norm and head stay on the "
@@ -100,26 +42,33 @@ ModelOption = Annotated[
     str,
     typer.Option(
         "--model",
+        rich_help_panel=panels.MODELS,
         help="Hub id, folder, .gguf file, a diffusers pipeline, or a short name that needs no hub: `smollm2`, "
         "`all-minilm-l6-v2` (embeddings), `whisper-tiny.en` (transcriptions).",
     ),
 ]
-EndsOption = Annotated[Ends, typer.Option("--ends", help=ENDS_HELP)]
+EndsOption = Annotated[Ends, typer.Option("--ends", rich_help_panel=panels.MODELS, help=ENDS_HELP)]
 LocalLayersOption = Annotated[
     str,
     typer.Option(
-        "--local-layers", metavar="K[:J]", help="First K and last J layers that stay on the gateway."
+        "--local-layers",
+        rich_help_panel=panels.MODELS,
+        metavar="K[:J]",
+        help="First K and last J layers that stay on the gateway.",
     ),
 ]
 WireOption = Annotated[
     Wire,
-    typer.Option("--wire", help=patch_help.wire_help()),
+    typer.Option("--wire", rich_help_panel=panels.MODELS, help=patch_help.wire_help()),
 ]
-PerBlockOption = Annotated[bool, typer.Option("--per-block", help=patch_help.per_block_help())]
+PerBlockOption = Annotated[
+    bool, typer.Option("--per-block", rich_help_panel=panels.MODELS, help=patch_help.per_block_help())
+]
 WeightsOption = Annotated[
     Weights,
     typer.Option(
         "--weights",
+        rich_help_panel=panels.MODELS,
         help="Form of the weights. auto: the checkpoint's own, nothing is lost. int8: faster, at a small loss.",
     ),
 ]
@@ -127,6 +76,7 @@ RunnerOption = Annotated[
     Runner,
     typer.Option(
         "--runner",
+        rich_help_panel=panels.MODELS,
         help="What runs the layers. auto: the fastest that gives each answer the bits it gets alone.",
     ),
 ]
@@ -134,6 +84,7 @@ DraftOption = Annotated[
     Draft | None,
     typer.Option(
         "--draft",
+        rich_help_panel=panels.MODELS,
         help="Guess tokens from what stands in the prompt and the answer, several a trip; the text stays the same. "
         "auto: as far as it saves time. lookup: also before costs are measured.",
     ),
@@ -141,20 +92,35 @@ DraftOption = Annotated[
 NodesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--node", metavar="ID@HOST:PORT", help="A node, as `diffuse host` prints it. Repeat for each."
+        "--node",
+        rich_help_panel=panels.NETWORK,
+        metavar="ID@HOST:PORT",
+        help="A node, as `diffuse host` prints it. Repeat for each.",
     ),
 ]
 NetworkOption = Annotated[
-    str, typer.Option("--network", help="Name (or 64 hex digits) of the swarm; others are refused.")
+    str,
+    typer.Option(
+        "--network",
+        metavar="NAME",
+        rich_help_panel=panels.NETWORK,
+        help="Name (or 64 hex digits) of the swarm; others are refused.",
+    ),
 ]
 PskFileOption = Annotated[
     Path | None,
-    typer.Option("--psk-file", help="File with a secret that every member of a closed swarm shares."),
+    typer.Option(
+        "--psk-file",
+        metavar="FILE",
+        rich_help_panel=panels.NETWORK,
+        help="File with a secret that every member of a closed swarm shares.",
+    ),
 ]
 BootstrapOption = Annotated[
     list[str] | None,
     typer.Option(
         "--bootstrap",
+        rich_help_panel=panels.NETWORK,
         metavar="ID@HOST:PORT",
         help="A member to join the swarm by, best a sentinel, as `diffuse sentinel` prints it. Repeatable.",
     ),
@@ -163,6 +129,7 @@ ScopeOption = Annotated[
     Scope,
     typer.Option(
         "--scope",
+        rich_help_panel=panels.NETWORK,
         help="How far the swarm reaches: public tells no private addresses. auto: as far as the addresses given.",
     ),
 ]
@@ -170,28 +137,55 @@ AllowFileOption = Annotated[
     Path | None,
     typer.Option(
         "--allow-file",
+        metavar="FILE",
+        rich_help_panel=panels.NETWORK,
         help="File of node ids that may connect, one a line; read again when it changes. Left out: everybody.",
     ),
 ]
 TokenFileOption = Annotated[
     Path | None,
-    typer.Option("--token-file", help="File with a guest token, as `diffuse keys guest` prints it."),
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        rich_help_panel=panels.NETWORK,
+        help="File with a guest token, as `diffuse keys guest` prints it.",
+    ),
 ]
 StateDirOption = Annotated[
     Path | None,
     typer.Option(
-        "--state-dir", help="Where what must survive a restart is kept. Left out: a folder of this user's."
+        "--state-dir",
+        metavar="FOLDER",
+        rich_help_panel=panels.STORAGE,
+        help="Where what must survive a restart is kept. Left out: a folder of this user's.",
     ),
 ]
 KeyOption = Annotated[
     Path | None,
-    typer.Option("--key", help="Identity key file, made if missing. Left out: a new identity each time."),
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        rich_help_panel=panels.NETWORK,
+        help="Identity key file, made if missing. Left out: a new identity each time.",
+    ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Compute threads. Left out: measured or chosen to fit.")
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        rich_help_panel=panels.MODELS,
+        min=1,
+        help="Compute threads. Left out: measured or chosen to fit.",
+    ),
 ]
 EventsOption = Annotated[
-    Events, typer.Option("--events", help="text for people; json: one object a line on standard output.")
+    Events,
+    typer.Option(
+        "--events",
+        rich_help_panel=panels.LOGS,
+        help="text for people; json: one object a line on standard output.",
+    ),
 ]
 UntilEofOption = Annotated[
     bool,
@@ -205,23 +199,81 @@ AudiosOption = Annotated[
     list[Path] | None,
     typer.Option("--audio", metavar="FILE", help="A recording that the question is about. Repeatable."),
 ]
-PadOption = Annotated[bool, typer.Option("--pad", help="Pad messages, so that their sizes tell less.")]
+PadOption = Annotated[
+    bool,
+    typer.Option(
+        "--pad", rich_help_panel=panels.NETWORK, help="Pad messages, so that their sizes tell less."
+    ),
+]
 MetricsOption = Annotated[
     str | None,
     typer.Option(
         "--metrics",
+        rich_help_panel=panels.LOGS,
         metavar="HOST:PORT",
         help="Serve /metrics for Prometheus, and /health, over HTTP. Left out: nowhere.",
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        "--log-level", rich_help_panel=panels.LOGS, help="The least that is logged to standard error."
+    ),
+]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(
+        "--log-format", rich_help_panel=panels.LOGS, help="text for people; json: one object a line."
+    ),
+]
+TracesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--traces",
+        rich_help_panel=panels.LOGS,
+        metavar="URL",
+        help="Send OpenTelemetry traces to this OTLP endpoint, over HTTP. Left out: where "
+        "OpenTelemetry's own variables say, else nowhere.",
     ),
 ]
 MetricsOpenOption = Annotated[
     bool,
     typer.Option(
-        "--metrics-open", help="Serve them on an address that others can reach: who gets there reads them."
+        "--metrics-open",
+        rich_help_panel=panels.LOGS,
+        help="Serve them on an address that others can reach: who gets there reads them.",
+    ),
+]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        rich_help_panel=panels.TLS,
+        metavar="FILE",
+        help="Certificate to show, with its chain, as PEM.",
+    ),
+]
+TlsKeyOption = Annotated[
+    Path | None,
+    typer.Option("--tls-key", rich_help_panel=panels.TLS, metavar="FILE", help="The key of --tls-cert."),
+]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        rich_help_panel=panels.TLS,
+        metavar="FILE",
+        help="Who signs the certificates of other members: links are wss then, and plain ones are refused.",
     ),
 ]
 CacheDirOption = Annotated[
-    Path | None, typer.Option("--cache-dir", help="Where converted models and measurements are kept.")
+    Path | None,
+    typer.Option(
+        "--cache-dir",
+        metavar="FOLDER",
+        rich_help_panel=panels.STORAGE,
+        help="Where converted models and measurements are kept.",
+    ),
 ]
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="A gateway's base URL. Left out: http://127.0.0.1:8000/v1")

@@ -142,6 +142,7 @@ class Onlooker:
             psk=self._membership.psk,
             bootstraps=tuple(bootstraps),
             token=self._token,
+            tls=self._membership.tls,
         )
         network = Network(self._identity, settings)
         network.directory.interests = frozenset()  # look only: dial no node
@@ -161,6 +162,7 @@ class Onlooker:
             inbox,
             psk=self._membership.psk,
             accepted_psks=self._membership.accepted_psks,
+            tls=self._membership.tls,
         )
 
 

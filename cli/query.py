@@ -17,6 +17,7 @@ from cli.draw import draw
 from cli.drawing import EMBEDDINGS, TRANSCRIPTS, Order
 from cli.runtime import run_asking
 from cli.target import Target, chosen, open_answerer, open_drawer
+from routing.tls_files import TlsFiles
 
 
 def query(
@@ -46,6 +47,9 @@ def query(
     psk_file: opt.PskFileOption = None,
     key: opt.KeyOption = None,
     token_file: opt.TokenFileOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
     threads: opt.ThreadsOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
@@ -86,6 +90,7 @@ def query(
         weights,
         runner,
         per_block,
+        TlsFiles(tls_cert, tls_key, tls_ca),
     )
     text = opt.read_prompt(prompt) if prompt is not None else ""
     files = _Files(tuple(image or ()), tuple(audio or ()), out)

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cli.failures import DEBUG_VARIABLE
 
@@ -23,13 +23,20 @@ STOP_SIGNALS = tuple(
 )
 
 
-def start_logging(level: int) -> None:
-    """Log to standard error from this level on; everything with DIFFUSE_DEBUG=1. transformers speaks only of errors."""
+def start_logging(
+    level: int | str, log_format: Literal["text", "json"] = "text", *, is_service: bool = False
+) -> None:
+    """Log to standard error from this level on; everything of ours with DIFFUSE_DEBUG=1.
+
+    A service also logs what Python would print by itself. transformers speaks only of errors.
+    """
+    from cli import logs
+
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read once, when it is imported
-    logging.basicConfig(
-        level=logging.DEBUG if os.environ.get(DEBUG_VARIABLE) else level,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    least = logs.LEVELS[level] if isinstance(level, str) else level
+    logs.configure(logging.DEBUG if os.environ.get(DEBUG_VARIABLE) else least, log_format)
+    if is_service:
+        logs.catch_the_uncaught()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ who cannot be dialled.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cli import options as opt
-from cli import show
+from cli import panels, show
+from cli.settings_command import ConfigOption
 from cli.state import RunFile, default_state_dir
 from cli.telling import Teller
 
@@ -32,37 +32,53 @@ WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - to tell them from addresses
 _ELSEWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - documentation: nothing is sent there
 
 
+ListenOption = Annotated[
+    str,
+    typer.Option(
+        "--listen",
+        rich_help_panel=panels.NETWORK,
+        metavar="HOST:PORT",
+        help="What to bind; 0.0.0.0 is every interface, port 0 takes a free one.",
+    ),
+]
+PublicAddrOption = Annotated[
+    str | None,
+    typer.Option(
+        "--public-addr",
+        rich_help_panel=panels.NETWORK,
+        metavar="HOST:PORT",
+        help="What to tell others, where that differs from --listen.",
+    ),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        rich_help_panel=panels.NETWORK,
+        metavar="FILE",
+        help="Identity key file, made if missing. Left out: sentinel.key in the state folder.",
+    ),
+]
+
+
 def sentinel(
-    listen: Annotated[
-        str,
-        typer.Option(
-            "--listen",
-            metavar="HOST:PORT",
-            help="What to bind; 0.0.0.0 is every interface, port 0 takes a free one.",
-        ),
-    ] = "127.0.0.1:0",
-    public_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--public-addr",
-            metavar="HOST:PORT",
-            help="What to tell others, where that differs from --listen.",
-        ),
-    ] = None,
+    config: ConfigOption = None,
+    listen: ListenOption = "127.0.0.1:0",
+    public_addr: PublicAddrOption = None,
     bootstrap: opt.BootstrapOption = None,
-    key: Annotated[
-        Path | None,
-        typer.Option(
-            "--key", help="Identity key file, made if missing. Left out: sentinel.key in the state folder."
-        ),
-    ] = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
+    key: KeyOption = None,
     allow_file: opt.AllowFileOption = None,
+    state_dir: opt.StateDirOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
+    log_level: opt.LogLevelOption = opt.LogLevel.WARNING,
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
     metrics: opt.MetricsOption = None,
     metrics_open: opt.MetricsOpenOption = False,
-    state_dir: opt.StateDirOption = None,
     events: opt.EventsOption = opt.Events.TEXT,
     until_eof: opt.UntilEofOption = False,
 ) -> None:
@@ -76,15 +92,17 @@ def sentinel(
         from cli.lifeline import end_with_parent
 
         end_with_parent()
-    start_logging(logging.WARNING)
+    start_logging(log_level.value, log_format.value, is_service=True)
     from cli.key_files import live_move, load_or_make
     from cli.membership import read_allow_list, read_membership
     from cli.swarm import network_settings
+    from routing.tls_files import TlsFiles
 
     state = state_dir or default_state_dir()
     key_file = key or state / "sentinel.key"
     identity = load_or_make(key_file)
-    membership = read_membership(network, psk_file)
+    files = TlsFiles(tls_cert, tls_key, tls_ca)
+    membership = read_membership(network, psk_file, files, listens=True)
     bootstraps = opt.parse_addresses(bootstrap, "--bootstrap")
     settings = network_settings(
         membership,

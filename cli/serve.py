@@ -2,139 +2,143 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli import options as opt
-from cli import show
+from cli import panels, show
+from cli import serve_flags as flags
+from cli.setting_names import parameter_of
+from cli.settings_command import ConfigOption
+from cli.state import default_state_dir
 from cli.telling import Teller
 
 if TYPE_CHECKING:
     from app.engine.library import LibrarySettings
     from app.engine.network import MemberSettings
     from app.settings import GatewaySettings
+    from routing.tls import Tls
+    from routing.tls_files import TlsFiles
     from routing.types import NodeAddress
 
 GATEWAY_THREADS = 1  # the ends are small beside the layers, and nodes may run beside us
 
 
+ListenOption = Annotated[
+    str,
+    typer.Option("--listen", rich_help_panel=panels.NETWORK, metavar="HOST:PORT", help="What to bind."),
+]
+PublicAddrOption = Annotated[
+    str | None,
+    typer.Option(
+        "--public-addr",
+        rich_help_panel=panels.NETWORK,
+        metavar="HOST:PORT",
+        help="What clients are told, where it differs.",
+    ),
+]
+DtypeOption = Annotated[
+    opt.Dtype, typer.Option("--dtype", rich_help_panel=panels.MODELS, help="Compute type of the ends.")
+]
+ThreadsOption = Annotated[
+    int,
+    typer.Option(
+        "--threads", rich_help_panel=panels.MODELS, metavar="N", min=1, help="Threads for the ends."
+    ),
+]
+
+
 def serve(
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    # network
+    listen: ListenOption = "127.0.0.1:8000",
+    public_addr: PublicAddrOption = None,
     node: opt.NodesOption = None,
     bootstrap: opt.BootstrapOption = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="Hub id, folder, .gguf file, or `smollm2`. Repeatable. Left out with --bootstrap: whatever the swarm "
-            "serves and this machine has.",
-        ),
-    ] = None,
-    open_any: Annotated[
-        bool,
-        typer.Option(
-            "--open-any", help="Also fetch from the hub, for their ends, models that nodes announce."
-        ),
-    ] = False,
-    name: Annotated[str | None, typer.Option("--name", help="What clients call the one --model.")] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option("--listen", metavar="HOST:PORT", help="What to bind. Left out: 127.0.0.1:8000."),
-    ] = None,
-    public_addr: Annotated[
-        str | None,
-        typer.Option("--public-addr", metavar="HOST:PORT", help="What clients are told, where it differs."),
-    ] = None,
-    ends: opt.EndsOption = opt.Ends.LOCAL,
-    local_layers: opt.LocalLayersOption = "1:0",
-    wire: opt.WireOption = opt.Wire.AUTO,
-    per_block: opt.PerBlockOption = False,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
     key: opt.KeyOption = None,
     allow_file: opt.AllowFileOption = None,
     token_file: opt.TokenFileOption = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--pin", metavar="ID", help="A node that every route uses, unless a request says others."
-        ),
-    ] = None,
-    avoid: Annotated[
-        list[str] | None, typer.Option("--avoid", metavar="ID", help="A node that no route ever uses.")
-    ] = None,
-    max_hops: Annotated[
-        int | None,
-        typer.Option("--max-hops", min=1, help="Nodes on a route at most, unless a request says otherwise."),
-    ] = None,
-    distinct_owners: Annotated[
-        bool,
-        typer.Option(
-            "--distinct-owners",
-            help="First and last node of different owners, unless a request says otherwise.",
-        ),
-    ] = False,
-    draft: opt.DraftOption = None,
     pad: opt.PadOption = False,
+    pin: flags.Pin = None,
+    avoid: flags.Avoid = None,
+    max_hops: flags.MaxHops = None,
+    distinct_owners: flags.DistinctOwners = False,
+    # models
+    model: flags.Models = None,
+    name: flags.Name = None,
+    model_aliases: flags.ModelAliases = None,
+    open_any: flags.OpenAny = False,
+    ends: opt.EndsOption = opt.Ends.LOCAL,
+    local_layers: opt.LocalLayersOption = "1:0",
+    wire: opt.WireOption = opt.Wire.AUTO,
+    per_block: opt.PerBlockOption = False,
+    draft: opt.DraftOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
-    dtype: Annotated[opt.Dtype, typer.Option("--dtype", help="Compute type of the ends.")] = opt.Dtype.AUTO,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads for the ends.")] = GATEWAY_THREADS,
+    dtype: DtypeOption = opt.Dtype.AUTO,
+    threads: ThreadsOption = GATEWAY_THREADS,
+    # keys
+    api_keys: flags.ApiKeys = None,
+    keys_file: flags.KeysFile = None,
+    allow_open: flags.AllowOpen = False,
+    allowed_hosts: flags.AllowedHosts = None,
+    cors_origins: flags.CorsOrigins = None,
+    # limits
+    max_requests: flags.MaxRequests = 32,
+    max_queued: flags.MaxQueued = 64,
+    max_requests_per_key: flags.MaxRequestsPerKey = None,
+    requests_per_minute: flags.RequestsPerMinute = None,
+    max_choices: flags.MaxChoices = 8,
+    max_body_bytes: flags.MaxBodyBytes = "32MiB",
+    # deadlines
+    queue_timeout: flags.QueueTimeout = "30s",
+    first_token_timeout: flags.FirstTokenTimeout = "10m",  # noqa: S107 - no password
+    stall_timeout: flags.StallTimeout = "2m",
+    request_timeout: flags.RequestTimeout = "0",
+    body_timeout: flags.BodyTimeout = "1m",
+    load_wait: flags.LoadWait = "10s",
+    keepalive: flags.Keepalive = "10s",
+    heartbeat: flags.Heartbeat = "30s",
+    drain: flags.Drain = "10s",
+    # media
+    max_upload_bytes: flags.MaxUploadBytes = "100MiB",
+    max_recording: flags.MaxRecording = "1h",
+    media_bytes: flags.MediaBytes = "1GiB",
+    max_pixels: flags.MaxPixels = 4096 * 4096,
+    max_media: flags.MaxMedia = 16,
+    max_media_pixels: flags.MaxMediaPixels = 2 * 4096 * 4096,
+    max_heard: flags.MaxHeard = "10m",
+    allow_remote_media: flags.AllowRemoteMedia = None,
+    pictures_bytes: flags.PicturesBytes = "256MiB",
+    pictures_lifetime: flags.PicturesLifetime = "1h",
+    videos_bytes: flags.VideosBytes = "4GiB",
+    videos_lifetime: flags.VideosLifetime = "24h",
+    videos_at_once: flags.VideosAtOnce = 1,
+    videos_waiting: flags.VideosWaiting = 32,
+    # storage
+    state: flags.State = None,
+    state_dir: opt.StateDirOption = None,
+    videos_dir: flags.VideosDir = None,
     cache_dir: opt.CacheDirOption = None,
-    videos_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--videos-dir",
-            help="Where video jobs and their files are kept over restarts. Left out: a folder of this user's and port.",
-        ),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option("--api-key", help="A key clients must show. Repeatable; or DIFFUSE_API_KEYS."),
-    ] = None,
-    allow_open: Annotated[
-        bool, typer.Option("--allow-open", help="Let others on the network in without a key.")
-    ] = False,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option("--allowed-host", help="Another Host name that clients may use.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option("--cors-origin", help="A web origin whose pages may call.")
-    ] = None,
-    allow_remote_media: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-remote-media",
-            metavar="HOST[,HOST]|any",
-            help="Fetch pictures and recordings of chat messages from these hosts. Left out: from none.",
-        ),
-    ] = None,
-    prefix_secret: Annotated[
-        Path | None,
-        typer.Option(
-            "--prefix-secret",
-            metavar="FILE",
-            help="A secret that gateways share, so that they find what nodes kept of each other's chats. "
-            "Left out: each keeps its own.",
-        ),
-    ] = None,
-    alias: Annotated[
-        list[str] | None, typer.Option("--alias", metavar="ALIAS=MODEL", help="Another name for the model.")
-    ] = None,
-    max_requests: Annotated[
-        int | None, typer.Option("--max-requests", min=1, help="Answers at once; more get a 503.")
-    ] = None,
-    request_timeout: Annotated[
-        float | None,
-        typer.Option("--request-timeout", min=0, help="Seconds an answer may take; 0: no limit."),
-    ] = None,
-    drain: Annotated[
-        float | None, typer.Option("--drain", min=0, help="Seconds running answers get when stopping.")
-    ] = None,
+    prefix_secret: flags.PrefixSecret = None,
+    # TLS
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
+    # logs and metrics
+    log_level: opt.LogLevelOption = opt.LogLevel.WARNING,
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
+    traces: opt.TracesOption = None,
+    vllm_metrics: flags.VllmMetrics = False,
     events: opt.EventsOption = opt.Events.TEXT,
     until_eof: opt.UntilEofOption = False,
     listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
@@ -142,38 +146,25 @@ def serve(
     """Serve an OpenAI-compatible API over nodes (--node), or over a swarm (--bootstrap)."""
     from cli.membership import read_prefix_secret
     from cli.runtime import heavy_imports, start_logging
+    from routing.tls import https_tls
+    from routing.tls_files import TlsFiles
 
     if until_eof:
         from cli.lifeline import end_with_parent
 
         end_with_parent()
-    start_logging(logging.WARNING)
+    start_logging(log_level.value, log_format.value, is_service=True)
     opt.use_threads(threads)  # before anything imports torch
-    chosen: dict[str, Any] = {
-        "api_keys": api_key,
-        "allow_open": allow_open or None,
-        "allowed_hosts": _hosts(allowed_host, public_addr),
-        "cors_origins": cors_origin,
-        "allow_remote_media": ",".join(allow_remote_media) if allow_remote_media else None,
-        "model_aliases": ",".join(alias) if alias else None,
-        "max_requests": max_requests,
-        "request_timeout_s": request_timeout,
-        "drain_s": drain,
-        "pin": pin,
-        "avoid": avoid,
-        "max_hops": max_hops,
-        "distinct_owners": distinct_owners or None,
-        "draft": draft.value if draft else None,
-        "videos_dir": videos_dir,
-    }
-    if listen is not None:
-        chosen["host"], chosen["port"] = opt.parse_host_port(listen, "--listen")
     nodes, bootstraps = opt.parse_addresses(node, "--node"), opt.parse_addresses(bootstrap, "--bootstrap")
     models = _named_models(model, name, is_swarm=bool(bootstraps), is_anywhere=bool(nodes or bootstraps))
-    gateway = _gateway_settings(chosen)
+    gateway = gateway_settings(ctx.params)
     layers = opt.parse_local_layers(local_layers)
+    files = TlsFiles(tls_cert, tls_key, tls_ca)
+    tls = https_tls(files)
     member = {
-        **_membership(network, psk_file, scope, key, allow_file, token_file, named=(*bootstraps, *nodes)),
+        **_membership(
+            network, psk_file, scope, key, allow_file, token_file, files, named=(*bootstraps, *nodes)
+        ),
         "nodes": nodes,
         "bootstraps": bootstraps,
         "pad": pad,
@@ -181,8 +172,7 @@ def serve(
     shared_secret = read_prefix_secret(prefix_secret)
     listener = _listener(gateway, listen_fd)
     port = gateway.port if listen_fd is None else int(listener.getsockname()[1])
-    if gateway.videos_dir is None and port:
-        gateway = gateway.model_copy(update={"videos_dir": _videos_dir(port)})
+    gateway = gateway.model_copy(update=_places(gateway, ctx.params, port))
     with heavy_imports():  # once everything that can be wrong with a flag has been looked at
         from app.engine.library import LibrarySettings, NamedModel
         from app.engine.model import EndsSettings
@@ -204,7 +194,7 @@ def serve(
             prefix_secret=shared_secret,
         ),
     )
-    _serve(gateway, MemberSettings(**member), library, Teller(events, public_addr), listener)
+    _serve(gateway, MemberSettings(**member), library, Teller(events, public_addr), listener, tls)
 
 
 def _named_models(
@@ -229,6 +219,7 @@ def _membership(
     key: Path | None,
     allow_file: Path | None,
     token_file: Path | None,
+    files: TlsFiles,
     named: tuple[NodeAddress, ...],
 ) -> dict[str, Any]:
     """What a member must know and be; `named` are always allowed."""
@@ -236,7 +227,7 @@ def _membership(
     from cli.membership import read_allow_list, read_membership, read_token
     from routing import address_policy
 
-    membership = read_membership(network, psk_file)
+    membership = read_membership(network, psk_file, files)
     identity = load_or_make(key) if key else None
     return {
         "allow": read_allow_list(allow_file, membership, named),
@@ -247,20 +238,22 @@ def _membership(
         "identity": identity,
         "moved": live_move(key, identity) if key and identity else b"",
         "token": read_token(token_file),
+        "tls": membership.tls,
     }
 
 
-def _hosts(allowed_host: list[str] | None, public_addr: str | None) -> list[str] | None:
-    """The Host names to allow: those named, and the one that clients are told."""
-    public = [opt.parse_host_port(public_addr, "--public-addr")[0]] if public_addr else []
-    return [*(allowed_host or ()), *public] or None
-
-
-def _gateway_settings(chosen: dict[str, Any]) -> GatewaySettings:
-    """Only what a flag says is passed on: the rest may come from DIFFUSE_* variables."""
+def gateway_settings(params: Mapping[str, Any]) -> GatewaySettings:
+    """The settings that the flags of the same names say, checked. Raises pydantic's `ValidationError`."""
     from app.settings import GatewaySettings
 
-    return GatewaySettings(**{name: value for name, value in chosen.items() if value is not None})
+    values = {name: params.get(parameter_of(name)) for name in GatewaySettings.model_fields}
+    values["host"], values["port"] = opt.parse_host_port(params["listen"], "--listen")
+    if params["public_addr"]:  # clients use the name that they are told
+        told, _ = opt.parse_host_port(params["public_addr"], "--public-addr")
+        values["allowed_hosts"] = [*(values["allowed_hosts"] or ()), told]
+    return GatewaySettings.model_validate(
+        {name: value for name, value in values.items() if value is not None}
+    )
 
 
 def _listener(gateway: GatewaySettings, listen_fd: int | None) -> socket.socket:
@@ -276,11 +269,37 @@ def _listener(gateway: GatewaySettings, listen_fd: int | None) -> socket.socket:
         raise cannot_listen(host, gateway.port, error, "--listen") from error
 
 
-def _videos_dir(port: int) -> Path:
-    """Where videos are kept unless a flag says so: gateways of one user differ by their ports."""
-    from cli.state import default_state_dir
+def _places(gateway: GatewaySettings, params: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """Where things are kept that no setting places: gateways of one user differ by their ports.
 
-    return default_state_dir() / "videos" / str(port)
+    One on any free port has nothing to come back to.
+    """
+    from pydantic import SecretStr
+
+    if not port:
+        return {}
+    folder = params["state_dir"] or default_state_dir()
+    places: dict[str, Any] = {}
+    if gateway.videos_dir is None:
+        places["videos_dir"] = folder / "videos" / str(port)
+    if params["state"] is None and _can_write(folder):
+        places["state"] = SecretStr(f"sqlite://{folder.absolute() / f'gateway-{port}.sqlite'}")
+    return places
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether we may keep something there; a home that cannot be written is no reason not to serve."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        trouble = error.strerror
+    else:
+        trouble = None if os.access(folder, os.W_OK) else "cannot be written"
+    if trouble:
+        show.note(
+            f"{folder}: {trouble}: limits and records end with this process; --state-dir or --state keeps them"
+        )
+    return not trouble
 
 
 def _serve(
@@ -289,10 +308,11 @@ def _serve(
     library: LibrarySettings,
     teller: Teller,
     listener: socket.socket,
+    tls: Tls | None,
 ) -> None:
     from app.serving import run_gateway
     from cli.runtime import run_fast, run_until_signal
 
-    serving = run_gateway(gateway, member, library, on_event=teller.tell, sockets=[listener])
+    serving = run_gateway(gateway, member, library, on_event=teller.tell, sockets=[listener], tls=tls)
     run_fast(run_until_signal(serving))
     show.note("stopped")

@@ -67,8 +67,13 @@ def out(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say something beside the answer: on standard error, so that piping the answer keeps it clean."""
-    typer.echo(text, err=True)
+    """Say something beside the answer: on standard error, so that piping the answer keeps it clean.
+
+    Where log lines are JSON, it is one of them.
+    """
+    logs = sys.modules.get("cli.logs")  # imported by whoever configured them
+    if logs is None or not logs.told_as_json(text):
+        typer.echo(text, err=True)
 
 
 def silence_stdout() -> None:

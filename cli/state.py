@@ -18,12 +18,12 @@ from typing import Any, Final, Self
 
 import typer
 
-STATE_VARIABLE: Final = "DIFFUSE_STATE"
+STATE_VARIABLE: Final = "DIFFUSE_STATE_DIR"
 _SAME_START_S: Final = 2.0  # a start time is told in whole ticks, and clocks are set
 
 
 def default_state_dir() -> Path:
-    """Where state is kept unless a flag says otherwise (XDG base directories; DIFFUSE_STATE moves it)."""
+    """Where state is kept unless a flag says otherwise (XDG base directories; DIFFUSE_STATE_DIR moves it)."""
     if named := os.environ.get(STATE_VARIABLE):
         return Path(named)
     if sys.platform in ("win32", "darwin"):

@@ -36,6 +36,9 @@ def status(
     scope: opt.ScopeOption = opt.Scope.AUTO,
     psk_file: opt.PskFileOption = None,
     token_file: opt.TokenFileOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
+    tls_ca: opt.TlsCaOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 s until Ctrl+C.")] = False,
     json: opt.JsonOption = False,
 ) -> None:
@@ -48,6 +51,7 @@ def status(
     from cli.runtime import run_asking, start_logging
     from cli.swarm import network_settings
     from routing.identity import Identity
+    from routing.tls_files import TlsFiles
 
     bootstraps, nodes = opt.parse_addresses(bootstrap, "--bootstrap"), opt.parse_addresses(node, "--node")
     if not bootstraps and not nodes:
@@ -55,7 +59,8 @@ def status(
             "say whom to ask: --bootstrap ID@HOST:PORT, or --node", param_hint="'--bootstrap'"
         )
     start_logging(logging.ERROR)
-    membership, token = read_membership(network, psk_file), read_token(token_file)
+    files = TlsFiles(tls_cert, tls_key, tls_ca)
+    membership, token = read_membership(network, psk_file, files), read_token(token_file)
     settings = network_settings(membership, bootstraps, scope, nodes=nodes, token=token)
     identity = load_or_make(key) if key else Identity.generate()
     run_asking(

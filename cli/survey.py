@@ -38,7 +38,14 @@ def name_of(address: NodeAddress) -> str:
 async def survey(addresses: Sequence[NodeAddress], membership: Membership) -> list[NodeReport]:
     """Ask every node at once what it serves; in the order given."""
     inbox = _Inbox()
-    endpoint = Endpoint(Identity.generate(), membership.network_id, Capabilities, inbox, psk=membership.psk)
+    endpoint = Endpoint(
+        Identity.generate(),
+        membership.network_id,
+        Capabilities,
+        inbox,
+        psk=membership.psk,
+        tls=membership.tls,
+    )
     try:
         return await asyncio.gather(*(_ask(endpoint, inbox, address) for address in addresses))
     finally:

@@ -24,6 +24,7 @@ def network_settings(
         psk=membership.psk,
         accepted_psks=membership.accepted_psks,
         bootstraps=bootstraps,
+        tls=membership.tls,
         scope=None if scope is Scope.AUTO else address_policy.Scope(scope.value),
         **others,
     )

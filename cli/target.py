@@ -25,6 +25,7 @@ from cli.options import (
     Wire,
     parse_local_layers,
 )
+from routing.tls_files import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Target:
     weights: Weights = Weights.AUTO
     runner: Runner = Runner.AUTO
     per_block: bool = False
+    tls: TlsFiles = field(default_factory=TlsFiles)
 
     def __post_init__(self) -> None:
         if self.runs_engine and self.url:
@@ -87,7 +89,9 @@ async def chosen(target: Target, *, wants_drawing: bool, wants_words: bool = Fal
         from cli.gateway import DEFAULT_URL, open_gateway
 
         url = target.url or DEFAULT_URL
-        async with open_gateway(url, api_key=target.api_key, model=target.model or "") as gateway:
+        async with open_gateway(
+            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model or ""
+        ) as gateway:
             if target.model is not None:
                 return target, await gateway.output_of(target.model, wants_drawing=wants_drawing)
             model, output = await gateway.first_that(draws=wants_drawing, hears=wants_words)
@@ -119,7 +123,9 @@ async def open_drawer(target: Target, output: str) -> AsyncIterator[Drawer]:
         from cli.gateway_drawing import GatewayDrawer
 
         url = target.url or DEFAULT_URL
-        async with open_gateway(url, api_key=target.api_key, model=target.model) as gateway:
+        async with open_gateway(
+            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
+        ) as gateway:
             yield GatewayDrawer(gateway, output)
 
 
@@ -135,5 +141,7 @@ async def open_answerer(target: Target) -> AsyncIterator[Answerer]:
         from cli.gateway import DEFAULT_URL, open_gateway
 
         url = target.url or DEFAULT_URL
-        async with open_gateway(url, api_key=target.api_key, model=target.model) as gateway:
+        async with open_gateway(
+            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
+        ) as gateway:
             yield gateway

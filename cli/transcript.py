@@ -106,7 +106,9 @@ async def open_scribe(target: Target) -> AsyncIterator[Scribe]:
             yield engine
     else:
         url = target.url or DEFAULT_URL
-        async with open_gateway(url, api_key=target.api_key, model=target.model) as gateway:
+        async with open_gateway(
+            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
+        ) as gateway:
             yield GatewayScribe(gateway)
 
 

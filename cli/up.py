@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from cli import options as opt
-from cli import show
+from cli import panels, show
 from cli.children import OWN_WORDS, Child, Children, Event, thread_environment
 from cli.failures import CommandError
+from cli.inherited import child_environment
 from cli.layout import NodePlan, plan_nodes, threads_each
 from cli.loading import LoadingView
+from cli.setting_names import variable_of
+from cli.settings_command import ConfigOption, known_settings
 from cli.telling import Teller
 
 MAX_NODES = 64
@@ -57,31 +62,66 @@ class SwarmPlan:
         return ["--weights", self.weights, "--runner", self.runner, "--threads", str(self.threads)]
 
 
+NodesOption = Annotated[
+    int,
+    typer.Option(
+        "--nodes",
+        rich_help_panel=panels.NETWORK,
+        metavar="N",
+        min=1,
+        max=MAX_NODES,
+        help="Node processes to start.",
+    ),
+]
+PortOption = Annotated[
+    int,
+    typer.Option(
+        "--port",
+        rich_help_panel=panels.NETWORK,
+        metavar="N",
+        min=0,
+        max=65535,
+        help="Where the gateway listens; 0 takes a free port.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        rich_help_panel=panels.MODELS,
+        metavar="N",
+        min=1,
+        help="Compute threads of each process. Left out: its share of the cores.",
+    ),
+]
+PicturesOption = Annotated[
+    str,
+    typer.Option(
+        "--pictures",
+        rich_help_panel=panels.MODELS,
+        metavar="MODEL",
+        help="Model for pictures, videos or sounds, on one more node; none leaves it out.",
+    ),
+]
+
+
 def up(
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    nodes: NodesOption = 3,
+    port: PortOption = 8000,
     model: opt.ModelOption = opt.DEFAULT_MODEL,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=MAX_NODES, help="Node processes to start.")] = 3,
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Where the gateway listens; 0 takes a free port.")
-    ] = 8000,
+    pictures: PicturesOption = PICTURES,
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads", min=1, help="Compute threads of each process. Left out: its share of the cores."
-        ),
-    ] = None,
+    draft: opt.DraftOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
-    draft: opt.DraftOption = None,
-    pictures: Annotated[
-        str,
-        typer.Option(
-            "--pictures",
-            metavar="MODEL",
-            help="Model for pictures, videos or sounds, on one more node; none leaves it out.",
-        ),
-    ] = PICTURES,
+    threads: ThreadsOption = None,
+    state_dir: opt.StateDirOption = None,
+    cache_dir: opt.CacheDirOption = None,
+    log_level: opt.LogLevelOption = opt.LogLevel.WARNING,
+    log_format: opt.LogFormatOption = opt.LogFormat.TEXT,
 ) -> None:
     """Run a whole swarm here: nodes, and a gateway with an OpenAI-compatible API. Ctrl+C ends it."""
     from cli.runtime import run_until_signal
@@ -91,7 +131,7 @@ def up(
     layers = opt.parse_local_layers(local_layers)
     plan = SwarmPlan(model, nodes, ends, layers, each, weights, runner, draft, beside)
     with _take_port(port) as listener:
-        swarm = _Swarm(plan, listener)
+        swarm = _Swarm(plan, listener, partial(_environment, ctx))
         asyncio.run(run_until_signal(swarm.run(), on_second=swarm.kill))
     show.note("stopped")
 
@@ -125,6 +165,13 @@ def prepare(
     )
 
 
+def _environment(ctx: Any, command: str) -> dict[str, str]:
+    """What the file or a flag of ours says for every child, as variables."""
+    passed = {name: ctx.params[name] for name in ("state_dir", "cache_dir", "log_level", "log_format")}
+    told = {variable_of(name): str(value) for name, value in passed.items() if value is not None}
+    return child_environment(command, known_settings(ctx)) | told
+
+
 def _take_port(port: int) -> socket.socket:
     """Hold the port from now on, so that a busy one costs nobody a long wait."""
     from cli.ports import bind_loopback, cannot_listen
@@ -138,9 +185,13 @@ def _take_port(port: int) -> socket.socket:
 class _Swarm:
     """The children of one `diffuse up`, from the first to the last."""
 
-    def __init__(self, plan: SwarmPlan, listener: socket.socket) -> None:
+    def __init__(
+        self, plan: SwarmPlan, listener: socket.socket, environment: Callable[[str], dict[str, str]]
+    ) -> None:
+        """`environment` says what a child gets besides ours, by its command."""
         self._plan = plan
         self._listener = listener
+        self._environment = environment
         self._children = Children()
 
     async def run(self) -> None:
@@ -230,7 +281,7 @@ class _Swarm:
             [*arguments, "--events", "json", "--until-eof"],
             on_event=view.listener(name),
             on_words=lambda line: _pass_on(name, line),
-            environment=thread_environment(self._plan.threads),
+            environment=thread_environment(self._plan.threads) | self._environment(arguments[0]),
             pass_fds=pass_fds,
         )
 

@@ -65,7 +65,9 @@ async def open_embedder(target: Target) -> AsyncIterator[Embedder]:
             yield engine
     else:
         url = target.url or DEFAULT_URL
-        async with open_gateway(url, api_key=target.api_key, model=target.model) as gateway:
+        async with open_gateway(
+            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
+        ) as gateway:
             yield GatewayEmbedder(gateway)
 
 

@@ -12,6 +12,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from node import events
 from node.budget import free_memory_bytes
@@ -27,6 +28,10 @@ from node.settings import NodeSettings
 from node.slice_loader import ModelFacts, SliceLoader
 from routing.errors import SettingsError
 from routing.identity import Identity
+from routing.trace_export import open_traces
+
+if TYPE_CHECKING:
+    from node.tracing import NodeTraces
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +47,13 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent, times: PlacingT
     loader = SliceLoader(settings, scheduler, on_event)
     metrics = MemberMetrics("node")
     try:
-        async with _exported(settings, metrics, on_event):
+        async with _exported(settings, metrics, on_event), _traced(settings, identity) as traces:
             allowed_bytes = settings.memory_bytes or int(
                 free_memory_bytes(settings.device) * settings.overhead
             )
             loaded, facts = await _prepare(settings, loader)
             memory = Memory(settings, allowed_bytes, sum(slice_.weights_bytes for slice_ in loaded))
-            parts = Parts(memory, scheduler, loader, loaded, facts, metrics)
+            parts = Parts(memory, scheduler, loader, loaded, facts, metrics, traces)
             public = await _public_place(settings)
             node = Node(identity, settings, parts, on_event, public=public, times=times or PlacingTimes())
             await node.run()
@@ -78,6 +83,21 @@ async def _exported(settings: NodeSettings, metrics: MemberMetrics, on_event: On
     async with exporting(settings.metrics, metrics) as bound:
         on_event(events.metrics(bound))
         yield
+
+
+@contextlib.asynccontextmanager
+async def _traced(settings: NodeSettings, identity: Identity) -> AsyncIterator[NodeTraces | None]:
+    """Export what gateways trace, where that was asked for."""
+    export = open_traces(settings.traces, "diffuse-node", identity.node_id.hex()[:8])
+    if export is None:
+        yield None
+        return
+    from node.tracing import NodeTraces
+
+    try:
+        yield NodeTraces(export.tracer)
+    finally:
+        await export.close()
 
 
 async def _prepare(settings: NodeSettings, loader: SliceLoader) -> tuple[list[LoadedSlice], list[ModelFacts]]:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from node import events
 from node.budget import MemoryBudget, peak_memory_bytes
@@ -49,6 +50,9 @@ from routing.types import (
 )
 from routing.wire import SealKey
 
+if TYPE_CHECKING:
+    from node.tracing import NodeTraces
+
 logger = logging.getLogger(__name__)
 
 SERVED_KINDS = (Step, Answer, Failure, Open, Opened, Cancel, Keep, Attach, Describe, Resumed, Inquire)
@@ -66,6 +70,7 @@ class Parts:
     loaded: Sequence[LoadedSlice]  # slices that were named: they stay
     facts: Sequence[ModelFacts]  # models whose layers placement decides
     metrics: MemberMetrics
+    traces: NodeTraces | None = None
 
 
 class Node:
@@ -87,6 +92,7 @@ class Node:
         self._settings = settings
         self._memory = memory
         self._scheduler = parts.scheduler
+        self._traces = parts.traces
         self._fixed = parts.loaded
         self._facts = facts
         self._on_event = on_event
@@ -144,6 +150,7 @@ class Node:
                 stats=self._stats,
                 tasks=tasks,
                 may_dial=self._may_dial,
+                traces=self._traces,
             )
             self._network.dispatcher.add(server, SERVED_KINDS)
             server.connect(self._network.endpoint)
@@ -307,4 +314,5 @@ def _network_settings(settings: NodeSettings, public: tuple[str, int] | None) ->
         allow=settings.allow,
         token=settings.token,
         moved=settings.moved,
+        tls=settings.tls,
     )

@@ -34,6 +34,7 @@ NO_LINK: Final = (  # why a link does not come about, mostly
     ErrorCode.ID_MISMATCH,
     ErrorCode.NETWORK,
     ErrorCode.NOT_ALLOWED,
+    ErrorCode.TLS,
 )
 REFUSALS: Final = (  # of a relay
     ErrorCode.GOING_AWAY,

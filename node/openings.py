@@ -10,6 +10,7 @@ import hmac
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from node.call_job import CallState
 from node.drawing import new_sampler
@@ -40,6 +41,9 @@ from routing.types import Cancel, HopEntry, NodeAddress, Open, Opened, Resumed
 from slicing.branches import new_cache
 from slicing.kept_caches import Fork
 
+if TYPE_CHECKING:
+    from node.tracing import NodeTraces
+
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 30.0  # to the next hop of a first route: it may be busy with loading its slice
@@ -66,6 +70,7 @@ class Openings:
         clock: Callable[[], float],
         may_dial: MayDial,
         free: Callable[[Session], None],
+        traces: NodeTraces | None = None,
     ) -> None:
         self._slices = slices
         self._seal_key = seal_key
@@ -80,6 +85,7 @@ class Openings:
         self._clock = clock
         self._may_dial = may_dial
         self._free = free
+        self._traces = traces
         self._histories = HistoryBudget(stats)
         self._endpoint: Endpoint | None = None
 
@@ -146,10 +152,12 @@ class Openings:
         self._room.take(session)
         if session.state.fork is not None:
             session.begin_at(session.state.fork.length)
+        if self._traces is not None:
+            session.trace = self._traces.begin(session)
         self._slices.attach(held)
         self._stats.sessions_opened += 1
         self._stats.num_sessions += 1
-        logger.debug("session %s hop %d: opened", session.name, entry.hop)
+        logger.debug("session %s hop %d: opened", session.name, entry.hop, extra=session.log_fields)
         if entry.resumes:
             self._tell_upstream(session)  # whatever the next hop has: everything is needed here
         self._reach_next(session, opening)
@@ -208,7 +216,12 @@ class Openings:
         is_last, wire_before = entry.next_hop is None, session.entry.wire_out
         session.reroute(opening.epoch, entry, link)
         session.last_seen = self._clock()
-        logger.info("session %s hop %d: re-routed, epoch %d", session.name, entry.hop, session.epoch)
+        if session.trace is not None:
+            session.trace.note_route(session.epoch)
+        told = {**session.log_fields, "epoch": session.epoch}
+        logger.info(
+            "session %s hop %d: re-routed, epoch %d", session.name, entry.hop, session.epoch, extra=told
+        )
         if not is_last:
             self._reach_next(session, opening)
             return
@@ -249,7 +262,8 @@ class Openings:
         except RemoteError as error:
             trouble = f"the next hop cannot be reached, {error.code.name}"
         except Exception as error:  # the address is a gateway's: whatever it makes of the resolver stays here
-            logger.warning("session %s: dialling raised %s", session.name, type(error).__name__)
+            kind, told = type(error).__name__, session.log_fields
+            logger.warning("session %s: dialling raised %s", session.name, kind, extra=told)
             trouble = "the next hop's address cannot be used"
         if session.is_freed or session.epoch != onward.epoch:
             return

@@ -38,6 +38,7 @@ class Outbox:
                 gone()
             return error
         if link.waiting_bytes > MAX_WAITING_BYTES + self.call_bytes:
-            logger.warning("peer %s takes nothing; its link is closed", link.peer_id.hex()[:8])
+            peer = link.peer_id.hex()[:8]
+            logger.warning("peer %s takes nothing; its link is closed", peer, extra={"peer": peer})
             self._tasks.create_task(link.close())
         return None

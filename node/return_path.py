@@ -52,7 +52,12 @@ class ReturnPath:
     def report(self, session: Session, step: int, error: RemoteError) -> None:
         """Tell the gateway that a step, or the session, failed here."""
         hop = session.entry.hop if error.hop is None else error.hop
-        logger.info("session %s hop %d: step %d failed, %s", session.name, hop, step, error.code.name)
+        told = {**session.log_fields, "code": error.code.name}
+        logger.info(
+            "session %s hop %d: step %d failed, %s", session.name, hop, step, error.code.name, extra=told
+        )
+        if session.trace is not None:
+            session.trace.note_trouble(error.code.name)
         self._stats.failures_sent += 1
         self.send(session, _failure(session.session_id, session.epoch, step, error, hop))
 

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from node.budget import MemoryBudget
 from node.held_slice import HeldSlice
@@ -50,6 +51,9 @@ from routing.types import (
     Step,
 )
 
+if TYPE_CHECKING:
+    from node.tracing import NodeTraces
+
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 1.0  # how often idle and orphaned sessions are looked for
@@ -74,6 +78,7 @@ class NodeServer:
         tasks: asyncio.TaskGroup,
         clock: Callable[[], float] = time.monotonic,
         may_dial: MayDial = lambda _: True,
+        traces: NodeTraces | None = None,
     ) -> None:
         self.stats = stats
         self._slices = slices
@@ -96,7 +101,7 @@ class NodeServer:
             outbox=self._outbox,
             returns=self._returns,
             stats=stats,
-            on_broken=self._free,
+            on_broken=partial(self._free, how="broken"),
         )
         self._prefixes = PrefixStore(budget, stats, clock)
         room = Room(budget, self._sessions, self._prefixes, stats, clock=clock, evict=self._evict)
@@ -113,7 +118,8 @@ class NodeServer:
             tasks=tasks,
             clock=clock,
             may_dial=may_dial,
-            free=self._free,
+            free=partial(self._free, how="rerouted"),
+            traces=traces,
         )
         slices.on_removed = self._end_slice
         self._describing: set[Link] = set()  # links on which a description waits to leave
@@ -136,10 +142,9 @@ class NodeServer:
         now = self._clock()
         for session in self._sessions:
             if self._is_expired(session, now):
-                logger.info("session %s hop %d: expired", session.name, session.entry.hop)
                 self.stats.sessions_expired += 1
                 self._tell_next(session, _own_cancel(session))
-                self._free(session)
+                self._free(session, "expired")
 
     def close(self) -> None:
         """Free every session here; what still arrives is ignored.
@@ -149,7 +154,7 @@ class NodeServer:
         """
         self._is_closing = True
         for session in self._sessions:
-            self._free(session)
+            self._free(session, "stopped")
         self._prefixes.clear()
 
     def description(self) -> Description:
@@ -203,7 +208,8 @@ class NodeServer:
         """Sessions that went on over this link tell their gateway, which plans again."""
         self._describing.discard(link)
         if error is not None:
-            logger.info("peer %s: link lost, %s", link.peer_id.hex()[:8], error.code.name)
+            peer, code = link.peer_id.hex()[:8], error.code.name
+            logger.info("peer %s: link lost, %s", peer, code, extra={"peer": peer, "code": code})
         for session in self._sessions:
             session.bound = [bound for bound in session.bound if bound is not link]
             if session.next_link is link:
@@ -291,7 +297,7 @@ class NodeServer:
         if session is None:
             self._sessions.remember(cancel)
         elif not is_proven(cancel, session.entry.route_key):
-            logger.info("session %s: a cancel without proof", session.name)
+            logger.info("session %s: a cancel without proof", session.name, extra=session.log_fields)
         elif (
             cancel.epoch >= session.epoch
         ):  # an older one is of a route that was left: what is shared goes on
@@ -299,7 +305,7 @@ class NodeServer:
             self._sessions.remember(cancel)
             if ends_session(cancel, session.entry.route_key):
                 self._tell_next(session, cancel)
-            self._free(session)
+            self._free(session, "ended")
 
     def _on_keep(self, keep: Keep) -> None:
         """A session ended well: keep what it computed, where that can be used for others."""
@@ -307,18 +313,17 @@ class NodeServer:
         if session is None:
             return  # the hop before passed it on already
         if not wire.is_proof(keep.proof, session.entry.route_key, KEEP, keep.session_id, keep.epoch):
-            logger.info("session %s: a keep without proof", session.name)
+            logger.info("session %s: a keep without proof", session.name, extra=session.log_fields)
         elif keep.epoch >= session.epoch:
             self._tell_next(session, keep)
             keeps = self._prefixes.may_keep(session, keep.hashes)
-            self._free(session, keeps_state=keeps)
+            self._free(session, "ended", keeps_state=keeps)
             if keeps:
                 self._prefixes.keep(session, keep.hashes)
 
     def _evict(self, session: Session) -> None:
         """Others need its room: it is built again if a step comes for it. Those after it keep theirs."""
-        logger.info("session %s hop %d: evicted", session.name, session.entry.hop)
-        self._free(session)
+        self._free(session, "evicted")
 
     def _end_slice(self, held: HeldSlice) -> None:
         """A slice was taken away: its sessions go on elsewhere."""
@@ -327,14 +332,14 @@ class NodeServer:
             if session.held is held:
                 gone = WorkError(ErrorCode.NO_SLICE, "the slice is not held here any more")
                 self._returns.report(session, session.last_done, gone)
-                self._free(session)
+                self._free(session, "slice_gone")
 
     def _tell_next(self, session: Session, cancel: Cancel | Keep) -> None:
         if session.next_link is not None:
             self._outbox.put(session.next_link, cancel)
 
-    def _free(self, session: Session, *, keeps_state: bool = False) -> None:
-        """End a session here at once; its keys and values go when the job that uses them has ended.
+    def _free(self, session: Session, how: str, *, keeps_state: bool = False) -> None:
+        """End a session here at once; its keys and values go when the job that uses them has ended. `how` is logged.
 
         Those after it keep theirs: a later route may go through them.
         """
@@ -347,9 +352,25 @@ class NodeServer:
             session.state.give_up()
         session.take_next(None)
         session.history.close()
-        logger.debug("session %s hop %d: freed", session.name, session.entry.hop)
+        self._log_end(session, how)
+        if session.trace is not None:
+            session.trace.end(how)
         if not keeps_state:
             self._steps.free_state(session)
+
+    def _log_end(self, session: Session, how: str) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        told = {**session.log_fields, "outcome": how, "lasted_s": self._clock() - session.opened_at}
+        logger.info(
+            "session %s hop %d: %s after %d steps of %d rows",
+            session.name,
+            session.entry.hop,
+            how,
+            session.done.steps,
+            session.done.rows,
+            extra={**told, **asdict(session.done)},
+        )
 
     def _is_expired(self, session: Session, now: float) -> bool:
         limit_s = min(session.entry.idle_timeout_s, self._settings.max_idle_timeout_s)

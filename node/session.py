@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from node.history import History, Output
     from node.prefix_store import ForkedState
     from node.step_job import StepJob
+    from node.tracing import SessionSpans
     from routing.link import Link
 
 
@@ -76,6 +77,16 @@ class Pending:
         self.size_bytes -= size_bytes
 
 
+@dataclass(slots=True)
+class Done:
+    """What was computed of a session here, whether somebody still waited for it or not."""
+
+    steps: int = 0
+    rows: int = 0
+    compute_s: float = 0.0
+    queue_s: float = 0.0
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Session:
     """A session on this node. Owned by the event loop; only `state` is the compute thread's."""
@@ -112,12 +123,25 @@ class Session:
     parts: Assembly | None = field(default=None, repr=False)  # of the call that arrives now
     parts_of: int = 0  # its number
     orphan_since: float | None = None
+    done: Done = field(default_factory=Done, repr=False)
+    trace: SessionSpans | None = field(default=None, repr=False)  # None: nobody traces it
     _watching: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def name(self) -> str:
         """A short name for logs."""
         return self.session_id[:4].hex()
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What a line about it is about."""
+        entry = self.entry
+        return {
+            "session": self.name,
+            "hop": entry.hop,
+            "layers": f"{entry.start}:{entry.end}",
+            "peer": self.peer_id.hex()[:8],
+        }
 
     @property
     def upstream(self) -> Link | None:

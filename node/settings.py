@@ -17,6 +17,7 @@ from routing.addresses import parse_address
 from routing.admission import is_this_machine
 from routing.announcement import Owner
 from routing.errors import SettingsError
+from routing.tls import Tls
 from routing.types import Capabilities, NodeAddress, NodeId, SliceSpec
 
 LAYERS = re.compile(r"\d+:\d+")
@@ -133,6 +134,7 @@ class NodeSettings(BaseModel):
     accepted_psks: Annotated[
         tuple[bytes, ...], Field(repr=False)
     ] = ()  # others that are taken while one changes
+    tls: Annotated[Tls | None, Field(repr=False)] = None  # around links; None: plain websockets
     pad: bool = False
     token: Annotated[bytes, Field(repr=False)] = b""  # a guest's permission, told in our handshakes
     moved: bytes = b""  # which identity we were before, see `routing.identity`
@@ -147,6 +149,7 @@ class NodeSettings(BaseModel):
 
     metrics: Annotated[HostPort | None, BeforeValidator(parse_host_port)] = None  # None: not served
     metrics_open: bool = False  # on an address that others can reach
+    traces: str | None = None  # URL of an OTLP collector; None: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere
 
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

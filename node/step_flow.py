@@ -314,6 +314,13 @@ class StepFlow:
         """What was computed, whether somebody waits for it or not."""
         if job.error is not None or not job.compute_s:
             return
+        if job.session.trace is not None:
+            job.session.trace.note(job)
+        done = job.session.done
+        done.steps += 1
+        done.rows += job.step.rows
+        done.compute_s += job.compute_s
+        done.queue_s += job.queue_s
         stats = self._stats
         stats.steps_run += 1
         stats.rows_run += job.step.rows

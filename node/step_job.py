@@ -321,7 +321,8 @@ def told(error: Exception, session_name: str) -> RemoteError:
             return WorkError(ErrorCode.CANCELLED, "cancelled between layers")
     # The model's own code: whatever it raises is this session's trouble alone.
     name, place = type(error).__name__, _place_of(error)
-    logger.warning("session %s: %s in the model, %s", session_name, name, place)
+    told = {"session": session_name}
+    logger.warning("session %s: %s in the model, %s", session_name, name, place, extra=told)
     return WorkError(ErrorCode.COMPUTE, name)
 
 

@@ -27,6 +27,7 @@ from routing.live_route import LiveRoute
 from routing.opening import ChainOptions, RouteKeys, wires_of
 from routing.prefix import Beginning, context_of
 from routing.recorded import CheckAnswer, MakeCall, RecordedStep, Recording
+from routing.session_trace import begin_trace
 from routing.switch import Switch
 from routing.types import (
     Answer,
@@ -100,6 +101,7 @@ class Chain:
         self._is_proved = False  # an answer came
         self._starts_over = False  # what nodes hold does not fit together: the next route begins with nothing
         self._is_closed = False
+        self._trace = begin_trace(self.name)
 
     @property
     def route(self) -> Route | None:
@@ -116,6 +118,11 @@ class Chain:
     def memory_wire(self) -> WireDtype:
         """The element type that the first hop takes memory in."""
         return memory_wire(self.first_wire)
+
+    @property
+    def name(self) -> str:
+        """A short name for logs and traces, the same on the nodes."""
+        return self.session_id[:4].hex()
 
     @property
     def num_recorded(self) -> int:
@@ -266,6 +273,9 @@ class Chain:
         they were told to.
         """
         names = self._names() if keeps else ()
+        if self._trace is not None and not self._is_closed:
+            links = {node_id: self._switch.live_link(node_id) for node_id in self.hop_times.by_node}
+            self._trace.end(self.hop_times, self.times.network_s, links)
         self._is_closed = True
         self._switch.forget(self)
         if self._live is not None:
@@ -382,6 +392,7 @@ class Chain:
             room=self._room,
             confirms=confirms,
             prefixes=prefixes,
+            trace=self._trace.context if self._trace is not None else None,
         )
         live = LiveRoute(self._switch, route, wires, self._options, keys, may_do_without=self._may_do_without)
         live.is_proved = self._is_proved
@@ -457,6 +468,13 @@ class Chain:
             self.replays += 1
             self.pauses.append(time.monotonic() - noticed_at)
             self._switch.note_pause(self.pauses[-1])
+            if self._trace is not None:
+                self._trace.note_route(self.epoch, self.pauses[-1])
+            logger.info(
+                "session %s: goes on over another route",
+                self.name,
+                extra=self._log_fields(epoch=self.epoch, pause_s=self.pauses[-1]),
+            )
 
     async def _try_in_time(self, until: float) -> Trouble | None:
         """Open the next route; without one, wait until that time for nodes that were lost to return."""
@@ -510,8 +528,14 @@ class Chain:
             raise error
         self._blame.note(trouble, time.monotonic(), is_begun=self._is_proved)
         logger.info(
-            "session %s hop %s: another route after %s", self.session_id[:4].hex(), error.hop, error.code.name
+            "session %s hop %s: another route after %s",
+            self.name,
+            error.hop,
+            error.code.name,
+            extra=self._log_fields(error.hop, code=error.code.name),
         )
+        if self._trace is not None:
+            self._trace.note_trouble(error.hop, (trouble.node_id or b"").hex()[:8], error.code.name)
         self._starts_over |= error.code is ErrorCode.STEP
         node_id = trouble.node_id
         if node_id is None:
@@ -520,6 +544,15 @@ class Chain:
             self._switch.note_doubt(node_id)
         if trouble.is_seen and not trouble.is_node_up and node_id not in self._blame.barred:
             self._switch.note_loss(node_id)
+
+    def _log_fields(self, hop: int | None = None, **more: object) -> dict[str, object]:
+        """What a line is about, by the names that all lines have for it."""
+        hops = self.route.hops if self.route else ()
+        model = {"model": hops[0].offer.model_name} if hops else {}
+        at_hop: dict[str, object] = {}
+        if hop is not None and 0 <= hop < len(hops):
+            at_hop = {"hop": hop, "node": hops[hop].address.node_id.hex()[:8]}
+        return {"session": self.name, **model, **at_hop, **more}
 
     def _raise_if_barred(self) -> None:
         """With no route left because of nodes that are there but cannot do it: say what they said."""

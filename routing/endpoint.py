@@ -16,6 +16,7 @@ from functools import partial
 from routing.admission import Admission, Limits, party_of
 from routing.circuit import Circuit
 from routing.counters import EndpointCounters
+from routing.dialling import dial_websocket
 from routing.errors import (
     ErrorCode,
     LinkError,
@@ -31,10 +32,12 @@ from routing.handshake import Handshake, Membership
 from routing.heartbeat import HeartbeatTiming
 from routing.identity import Identity, StaticKeyring
 from routing.link import Link, LinkReceiver, LinkTerms, log_receiver_failure
+from routing.listening import Listener
 from routing.mux import Channel
 from routing.race import race
 from routing.records import Quota
-from routing.transport import FrameSocket, Listener, dial_websocket
+from routing.tls import Tls
+from routing.transport import FrameSocket
 from routing.types import Capabilities, Incoming, Message, NodeAddress, NodeId, Refused, RelayOpen
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ logger = logging.getLogger(__name__)
 STALE_AFTER_S = 2.0  # a link that is silent for so long is not used again: a new one is dialled beside it
 PROBE_TIMEOUT_S = 3.0  # transport.md 5.6
 _SECRET_SIZE = 32
+GRUMBLE_EVERY_S = 60.0
+MAX_GRUMBLES = 256  # parties that are warned of; whoever scans us from many addresses fills no log
 
 Allow = Callable[[NodeId, Capabilities], bool]
 
@@ -51,7 +56,8 @@ class Endpoint:
 
     `capabilities` is asked at every handshake. `psk` (32 B) makes the swarm private; diallers may also use one of
     `accepted_psks`, while the secret is rotated. `allow` decides whether an authenticated peer may stay, whoever
-    dialled; ids in `trusted` need not ask. Raises `SettingsError` for a network id or secret of another size.
+    dialled; ids in `trusted` need not ask. With `tls` links are dialled and accepted by wss, where it has a context
+    for that. Raises `SettingsError` for a network id or secret of another size.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Endpoint:
         allow: Allow | None = None,
         timing: HeartbeatTiming | None = None,
         limits: Limits | None = None,
+        tls: Tls | None = None,
     ) -> None:
         if len(network_id) != _SECRET_SIZE:
             raise SettingsError("a network id is 32 bytes")
@@ -80,6 +87,8 @@ class Endpoint:
         self._allow = allow
         self._timing = timing or HeartbeatTiming()
         self._limits = limits or Limits()
+        self._tls = tls
+        self._grumbled: dict[str, float] = {}  # parties whose TLS was found wrong, and when we said so
         self._admission = Admission(self._limits, time.monotonic)
         of_circuits = replace(self._limits, max_half_open=self._limits.max_half_open // 2)
         self._circuit_admission = Admission(
@@ -156,7 +165,8 @@ class Endpoint:
         """Accept links at `host`:`port` (0 = any free port); return what was bound. Raises `LinkError`."""
         if self._is_closed:
             raise LinkError(ErrorCode.LINK_LOST, "this endpoint is closed")
-        listener = Listener(self._may_begin, self._accept, self._limits.handshake_timeout_s)
+        limit_s = self._limits.handshake_timeout_s
+        listener = Listener(self._may_begin, self._accept, limit_s, tls=self._tls, on_fault=self._note_fault)
         self._listeners.append(listener)
         return await listener.bind(host, port)
 
@@ -251,7 +261,8 @@ class Endpoint:
     async def _connect(self, address: NodeAddress, limit_s: float) -> FrameSocket:
         """Connect to a node, or, for a relayed address, to its sentinel and prepare a circuit there."""
         if not address.is_relayed:
-            return await dial_websocket(address.host, address.port, limit_s)
+            context = None if self._tls is None else self._tls.contexts.dial
+            return await dial_websocket(address.host, address.port, limit_s, context)
         if address.relay_id == self.node_id:
             raise RelayError(ErrorCode.NO_RESERVATION, "the node has no link to this sentinel")
         outer = await self.dial(address.relay)
@@ -304,6 +315,16 @@ class Endpoint:
         if len(half_open) >= self._limits.max_half_open_per_ip:
             num_of_party = sum(party_of(host) == party_of(peer_host) for host in half_open)
         return not self._is_closed and self._admission.admit(peer_host, len(half_open), num_of_party)
+
+    def _note_fault(self, peer_host: str, fault: SecurityError) -> None:
+        """Say, of each party now and then, what is wrong with its TLS: nobody else can tell our operator."""
+        self._past.handshakes_failed[fault.code.name] += 1
+        party, now = party_of(peer_host), time.monotonic()
+        is_new = now - self._grumbled.get(party, -GRUMBLE_EVERY_S) >= GRUMBLE_EVERY_S
+        is_new = is_new and (party in self._grumbled or len(self._grumbled) < MAX_GRUMBLES)
+        if is_new:
+            self._grumbled[party] = now
+        logger.log(logging.WARNING if is_new else logging.INFO, "no link with %s: %s", peer_host, fault.text)
 
     @property
     def _half_open(self) -> list[str]:

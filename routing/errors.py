@@ -35,6 +35,7 @@ class ErrorCode(IntEnum):
     VERSION = 205
     DECRYPT = 206
     NOT_ALLOWED = 207
+    TLS = 208
     NO_RESERVATION = 301
     PEER_GONE = 302
     QUOTA = 303

@@ -88,6 +88,7 @@ class Network:
         self._background = Background()
         self._started_at: float | None = None
         self._told: tuple[NodeAddress, ...] = ()
+        self._present: set[NodeId] = set()  # members, as the log has them
         self._presence = Presence(
             identity, settings, seal_key=seal_key, dtypes=dtypes, offering=offering, clock=clock
         )
@@ -106,6 +107,7 @@ class Network:
             accepted_psks=settings.accepted_psks,
             pad=settings.pad,
             allow=settings.allow,
+            tls=settings.tls,
         )
         interests: frozenset[bytes] | None = frozenset() if self._presence.is_member else None
         self.directory = LiveDirectory(self.endpoint, settings.nodes, interests=interests)
@@ -153,6 +155,8 @@ class Network:
                 if self.reservations is not None:
                     tasks.create_task(self._wait_for_dial_back())
                     tasks.create_task(self.reservations.run())
+                if self._settings.tls is not None:
+                    tasks.create_task(self._settings.tls.watch())
                 if isinstance(self._settings.allow, AllowList):
                     tasks.create_task(self._settings.allow.watch(self.endpoint))
         finally:
@@ -335,6 +339,10 @@ class Network:
             self.suspicion.forget(node_id)
         else:
             self.suspicion.note_record(node_id, told.sequence)
+        if (told is not None) is not (node_id in self._present):
+            (self._present.discard if told is None else self._present.add)(node_id)
+            verb = "has left" if told is None else "has joined"
+            logger.info("node %s %s", node_id.hex()[:8], verb, extra={"node": node_id.hex()[:8]})
 
     def _compose(self) -> Announcement:
         contacts = self._presence.contacts(self.reachability, self.reservations, self.policy)

@@ -13,6 +13,7 @@ from routing.address_policy import Scope, canonical_host
 from routing.announcement import Owner
 from routing.errors import SettingsError
 from routing.relay import RelayLimits
+from routing.tls import Tls
 from routing.types import Capabilities, NodeAddress, NodeId, SliceOffer
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class NetworkSettings:
     token: bytes = field(default=b"", repr=False)
     moved: bytes = b""
     relay_limits: RelayLimits | None = None
+    tls: Tls | None = field(default=None, repr=False)  # None: plain websockets
 
     @property
     def is_private_swarm(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from routing import sealing
 from routing.errors import RemoteError
-from routing.types import HopEntry, NodeId, Open, Prefix, Route, SessionId, WireDtype
+from routing.types import HopEntry, NodeId, Open, Prefix, Route, SessionId, TraceContext, WireDtype
 
 IDLE_TIMEOUT_S = 120
 CALL_IDLE_TIMEOUT_S = 1800  # a pass over a video's blocks takes minutes at each of the other hops
@@ -66,6 +66,7 @@ class RouteKeys:
     room: int = 0
     confirms: bool = False
     prefixes: tuple[Prefix, ...] = ()  # what the nodes may hold of it
+    trace: TraceContext | None = None
 
 
 def wires_of(route: Route, options: ChainOptions, first: WireDtype | None) -> tuple[WireDtype, ...]:
@@ -131,6 +132,7 @@ def _sealed_entry(
         streams=options.streams,
         axes=options.axes,
         memory_rows=options.memory_rows,
+        trace=keys.trace,
     )
     aad = sealing.entry_aad(keys.session_id, keys.epoch, index)
     try:

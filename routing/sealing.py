@@ -31,6 +31,7 @@ from routing.types import (
     Prefix,
     SessionId,
     StepFlag,
+    TraceContext,
 )
 
 KEY_SIZE = 32
@@ -44,6 +45,8 @@ LEAVE = b"leave"  # a later route does without this node: it frees the session, 
 KEEP = b"keep"  # the session ends here and down the chain; what it computed is kept for others that begin like it
 MAX_PREFIXES = 8  # that one entry may name
 PREFIX_HASH_SIZE = 16
+TRACE_ID_SIZE = 16
+TRACE_SIZE = TRACE_ID_SIZE + 8
 MAX_NEXT = 4  # ways to the next hop: direct, and through the sentinels that it has reservations at
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _ENTRY_DOMAIN = b"diffuse/hop-entry/1"
@@ -175,6 +178,8 @@ def encode_entry(entry: HopEntry) -> bytes:
         fields["ax"] = entry.axes
     if entry.memory_rows:
         fields["me"] = entry.memory_rows
+    if entry.trace is not None:
+        fields["tc"] = entry.trace.trace_id + entry.trace.span_id
     return pack_map(fields, MAX_ENTRY_SIZE)
 
 
@@ -215,7 +220,15 @@ def decode_entry(content: bytes) -> HopEntry:
         streams=fields.integer("st", 1, MAX_STREAMS, default=1),
         axes=fields.integer("ax", 0, MAX_AXES, default=0),
         memory_rows=fields.integer("me", 0, MAX_MEMORY_ROWS, default=0),
+        trace=_read_trace(fields),
     )
+
+
+def _read_trace(fields: MapReader) -> TraceContext | None:
+    """None also for ids of zeros, which W3C calls invalid: a session does not fail for its trace."""
+    ids = _optional_blob(fields, "tc", TRACE_SIZE)
+    trace_id, span_id = ids[:TRACE_ID_SIZE], ids[TRACE_ID_SIZE:]
+    return TraceContext(trace_id, span_id) if any(trace_id) and any(span_id) else None
 
 
 def _read_prefixes(fields: MapReader) -> tuple[Prefix, ...]:

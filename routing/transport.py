@@ -1,7 +1,8 @@
 """Frames over websockets: a thin asyncio shell around the sans-I/O protocol objects of the `websockets` library.
 
-The only module that imports `websockets`, and where its exceptions and the system's become ours. Compression is
-never offered; the library's own keep-alive is not used (`heartbeat.py` is). Knows nothing of what frames hold.
+With `dialling.py` and `listening.py`, its two sides, the only one that imports `websockets`, and where its exceptions
+and the system's become ours. Compression is never offered; the library's own keep-alive is not used (`heartbeat.py`
+is). Knows nothing of what frames hold.
 """
 
 from __future__ import annotations
@@ -12,21 +13,17 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import PayloadTooBig, WebSocketException
 from websockets.frames import CloseCode, Frame, Opcode
-from websockets.http11 import Request, Response
 from websockets.protocol import State
 from websockets.server import ServerProtocol
-from websockets.uri import parse_uri
 
 from routing.errors import ErrorCode, LinkError, ProtocolError, RemoteError
 from routing.maps import malformed
-from routing.mux import MAX_FRAME
 from routing.types import Buffer, NodeId
 
 CLOSE_TIMEOUT_S = 1.0  # a peer that does not answer a close is cut off after this
@@ -38,7 +35,6 @@ _GATHERED = 16 << 10  # B of small frames that leave together, at the end of the
 _MAX_UNREAD = (
     1 << 20
 )  # B: what we write stops at WRITE_LIMIT, but the library answers every PING of a websocket
-_BACKLOG = 128
 _PARSED_AT_ONCE = 16 << 10  # B: some hundred small frames at most
 TURN_S = 0.002  # for what one connection brought, before others have a turn: a few large frames, or many small ones
 
@@ -240,7 +236,7 @@ class WebSocket(asyncio.Protocol):
         if self._close_timer is not None:
             self._close_timer.cancel()
         if error is not None:
-            self._reason = f"the connection was lost: {_said(error)}"
+            self._reason = f"the connection was lost: {said(error)}"
         if not self.closed.done():
             self.closed.set_result(None)
         receiver, self.receiver = self.receiver, None
@@ -307,147 +303,8 @@ class WebSocket(asyncio.Protocol):
         return True
 
 
-async def dial_websocket(host: str, port: int, timeout_s: float) -> WebSocket:
-    """Connect and upgrade; raise `LinkError` TIMEOUT or LINK_LOST with what the system said.
-
-    Environment proxies are not used and redirects are not followed: an address means that address.
-    """
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    websocket: _Dialled | None = None
-    try:
-        protocol = ClientProtocol(parse_uri(f"ws://{place}/"), max_size=MAX_FRAME)
-        websocket = _Dialled(protocol, place)
-        async with asyncio.timeout(timeout_s):
-            await asyncio.get_running_loop().create_connection(lambda: websocket, host, port)
-            await asyncio.shield(websocket.ready)
-    except BaseException as error:
-        if websocket is not None:
-            websocket.abort()
-        if isinstance(error, TimeoutError):
-            text = f"{place} did not answer within {timeout_s:g} s"
-            raise LinkError(ErrorCode.TIMEOUT, text) from error
-        if isinstance(error, OSError | ValueError | WebSocketException):
-            raise LinkError(ErrorCode.LINK_LOST, f"cannot reach {place}: {_said(error)}") from error
-        raise
-    return websocket
-
-
-class _Dialled(WebSocket):
-    """The dialling side: upgrades, then is `ready`."""
-
-    def __init__(self, protocol: ClientProtocol, place: str) -> None:
-        super().__init__(protocol)
-        self._client = protocol
-        self._place = place
-        self.ready: asyncio.Future[None] = self._loop.create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._client.send_request(self._client.connect())
-        self._flush()
-
-    def _take(self, event: object) -> None:
-        if not isinstance(event, Response):
-            super()._take(event)
-        elif not self.ready.done():
-            self._settle()
-
-    def data_received(self, chunk: bytes) -> None:
-        super().data_received(chunk)
-        if self._client.handshake_exc is not None:
-            self._settle()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.ready.done():
-            return
-        error = self._client.handshake_exc
-        if error is None and self._client.state is State.OPEN:
-            self.ready.set_result(None)
-            return
-        said = _said(error) if error is not None else "the connection was closed"
-        text = f"no node answers at {self._place}: {said}"
-        self.ready.set_exception(LinkError(ErrorCode.LINK_LOST, text))
-        self.ready.exception()  # a dial that was given up does not look
-
-
-class Listener:
-    """A bound socket that accepts connections and sees each through its upgrade.
-
-    `admit` is asked with the peer's address before a byte is read; connections that are not upgraded within
-    `timeout_s` are cut; the others go to `on_accept`.
-    """
-
-    def __init__(
-        self, admit: Callable[[str], bool], on_accept: Callable[[WebSocket], None], timeout_s: float
-    ) -> None:
-        self.admit = admit
-        self.on_accept = on_accept
-        self.timeout_s = timeout_s
-        self.pending: set[WebSocket] = set()  # accepted, not upgraded yet
-        self._server: asyncio.Server | None = None
-
-    async def bind(self, host: str, port: int) -> tuple[str, int]:
-        """Start to accept; return what was bound. Raises `LinkError` LINK_LOST when it cannot be."""
-        try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: _Accepted(self), host, port, backlog=_BACKLOG
-            )
-        except (OSError, OverflowError) as error:
-            text = f"cannot listen on {host}:{port}: {_said(error)}"
-            raise LinkError(ErrorCode.LINK_LOST, text) from error
-        name = self._server.sockets[0].getsockname()
-        return name[0], name[1]
-
-    async def close(self) -> None:
-        """Stop accepting, and cut connections that are not upgraded yet."""
-        if self._server is not None:
-            self._server.close()
-        pending = tuple(self.pending)
-        for websocket in pending:
-            websocket.abort()
-        await asyncio.gather(*(websocket.wait_closed() for websocket in pending))
-
-
-class _Accepted(WebSocket):
-    """The accepting side: refused before its first byte, cut when it dawdles, or handed over."""
-
-    def __init__(self, listener: Listener) -> None:
-        # browsers send an Origin; a link is not for them
-        self._server = ServerProtocol(origins=[None], max_size=MAX_FRAME)
-        super().__init__(self._server)
-        self._listener = listener
-        self._timer = self._loop.call_later(listener.timeout_s, self.abort)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if not self._listener.admit(self.peer_host):
-            self.abort()
-        self._listener.pending.add(self)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._leave()
-        super().connection_lost(error)
-
-    def _take(self, event: object) -> None:
-        if not isinstance(event, Request):
-            super()._take(event)
-            return
-        self._server.send_response(self._server.accept(event))
-        self._flush()
-        if self._server.state is State.OPEN:
-            self._leave()
-            self._listener.on_accept(self)
-
-    def _leave(self) -> None:
-        self._timer.cancel()
-        self._listener.pending.discard(self)
-
-
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """What an exception says, in a few words that hold nothing of what travels."""
     if isinstance(error, RemoteError):
         return error.text
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, socket.gaierror):

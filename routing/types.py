@@ -147,6 +147,14 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceContext:
+    """The span of a gateway that a session belongs to, as W3C's traceparent names it. Ids only."""
+
+    trace_id: bytes  # 16 B
+    span_id: bytes  # 8 B
+
+
+@dataclass(frozen=True, slots=True)
 class HopEntry:
     """What one node learns of a route: its own work and its neighbours, nothing else."""
 
@@ -182,6 +190,7 @@ class HopEntry:
     streams: int = 1  # token ids of a row, and of an answer's row
     axes: int = 0  # rotary positions that come with each row; 0: they follow from the step's position
     memory_rows: int = 0  # most rows of memory that will come, of all branches: room is set aside for them
+    trace: TraceContext | None = None  # the gateway traces this session, and would have the node trace it too
 
 
 @dataclass(frozen=True, slots=True)

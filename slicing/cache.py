@@ -18,8 +18,8 @@ from slicing.errors import ModelError
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
-    """Return the cache's folder: the argument, else $DIFFUSE_CACHE, else ~/.cache/diffuse."""
-    return cache_dir or Path(os.environ.get("DIFFUSE_CACHE") or "~/.cache/diffuse").expanduser()
+    """Return the cache's folder: the argument, else $DIFFUSE_CACHE_DIR, else ~/.cache/diffuse."""
+    return cache_dir or Path(os.environ.get("DIFFUSE_CACHE_DIR") or "~/.cache/diffuse").expanduser()
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def locked(path: Path) -> Iterator[None]:
         lock.__enter__()
     except OSError as error:
         raise ModelError(
-            f"cannot write to {path.parent} ({error.strerror}); set DIFFUSE_CACHE to a folder you own"
+            f"cannot write to {path.parent} ({error.strerror}); set DIFFUSE_CACHE_DIR to a folder you own"
         ) from error
     try:
         yield

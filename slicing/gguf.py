@@ -79,7 +79,7 @@ def _check_space(file: Path, folder: Path) -> None:
     if needed > free:
         raise ModelError(
             f"converting {file.name} may take {needed >> 20} MiB but {folder} has {free >> 20} MiB left; "
-            "set DIFFUSE_CACHE to a folder with more room"
+            "set DIFFUSE_CACHE_DIR to a folder with more room"
         )
 
 

@@ -241,7 +241,7 @@ class HubShards:
         if total > free:
             raise ModelError(
                 f"{self.model} needs {total >> 20} MiB more but {self.store} has {free >> 20} MiB left; "
-                "set DIFFUSE_CACHE to a folder with more room"
+                "set DIFFUSE_CACHE_DIR to a folder with more room"
             )
 
 

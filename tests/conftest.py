@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.support.tiny_pipelines import TinyPipelines
 
 os.environ.setdefault("DIFFUSE_KERNEL_CACHE", str(cache_root() / "kernels"))
+os.environ["DIFFUSE_CONFIG"] = "none"  # what this machine's user set up is none of the tests' business
 
 
 @pytest.fixture(scope="session")

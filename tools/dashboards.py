@@ -163,6 +163,35 @@ GATEWAY = Board(
             ),
         ),
         (
+            "Queue and limits",
+            (
+                Panel(
+                    "Requests that wait",
+                    {"{{instance}}": f"sum by (instance) (diffuse_requests_queued{{{GATE}}})"},
+                ),
+                Panel(
+                    "Wait for a place",
+                    {
+                        f"p{round(100 * q)}": quantile(q, "diffuse_queue_seconds", GATE)
+                        for q in (0.5, 0.95, 0.99)
+                    },
+                    unit="s",
+                    text="Of requests that got one.",
+                ),
+                Panel(
+                    "Sent away by a limit",
+                    {"{{reason}}": rate("diffuse_requests_limited_total", "reason", GATE)},
+                    unit="reqps",
+                    stacked=True,
+                ),
+                Panel(
+                    "Failures of the store of limits, jobs and records",
+                    {"{{part}}": rate("diffuse_state_errors_total", "part", GATE)},
+                    unit="cps",
+                ),
+            ),
+        ),
+        (
             "Tokens",
             (
                 Panel(
@@ -184,6 +213,19 @@ GATEWAY = Board(
                     text="Mean of answers. compute: in nodes; local: in this gateway; the others lie between.",
                 ),
                 Panel(
+                    "A step at each place of the route",
+                    {
+                        "{{model}} {{stage}} {{part}}": rate(
+                            "diffuse_hop_seconds_total", "model, stage, part", MODEL
+                        )
+                        + " / on (model, stage) group_left "
+                        + rate("diffuse_hop_steps_total", "model, stage", MODEL)
+                    },
+                    unit="s",
+                    stacked=True,
+                    text="Mean of answers: network is the way to the hop, and from the last one back.",
+                ),
+                Panel(
                     "Guessed tokens, and those that came true",
                     {
                         "{{model}} guessed": rate("diffuse_drafted_tokens_total", "model", MODEL),
@@ -200,6 +242,21 @@ GATEWAY = Board(
                         "{{model}} kept": f"sum by (model) (diffuse_prefixes{{{MODEL}}})",
                         "{{model}} used a second": rate("diffuse_prefix_hits_total", "model", MODEL),
                     },
+                ),
+            ),
+        ),
+        (
+            "Gateway processes",
+            (
+                Panel(
+                    "Processor, in cores",
+                    {"{{instance}}": rate("process_cpu_seconds_total", "instance", GATE)},
+                ),
+                Panel("Memory", {"{{instance}}": f"process_resident_memory_bytes{{{GATE}}}"}, unit="bytes"),
+                Panel(
+                    "Open files and sockets, of those allowed",
+                    {"{{instance}}": f"process_open_fds{{{GATE}}} / process_max_fds{{{GATE}}}"},
+                    unit="percentunit",
                 ),
             ),
         ),

@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from app.api.tool_fields import FormFields, Tool
 from app.engine.grammar import Grammar, GrammarPart, GrammarRules
+from app.engine.reasoning import CHANNEL, END, MESSAGE, START, Thoughts
 from app.engine.request import TextEngine
 from app.engine.schema_rules import ANY_OBJECT, NO_ARGUMENTS, schema_rule
+from app.engine.tagged_rules import tagged_rules
 from app.engine.tokenizer import ChatTokenizer
-from app.engine.tool_style import MAX_CALLS, ToolUse
+from app.engine.tool_style import MARKERS, Tags, ToolUse
 
 FORMAT_FIELD = "response_format"
 SCHEMA_FIELD = "response_format.json_schema.schema"
@@ -32,18 +34,24 @@ class AnswerForm:
     stops: tuple[str, ...] = ()
 
 
-async def form_of(asked: FormFields, engine: TextEngine) -> AnswerForm:
-    """Find the form that is asked for. Raises `RequestError` naming the field, and what of it is not supported."""
+async def form_of(asked: FormFields, engine: TextEngine, thoughts: Thoughts | None = None) -> AnswerForm:
+    """Find the form that is asked for; thoughts may come before it.
+
+    Raises `RequestError` naming the field, and what of it is not supported.
+    """
     has_format = asked.response_format is not None and asked.response_format.type != "text"
     if not asked.offered and not has_format:
         return AnswerForm()
-    return await asyncio.to_thread(_form, asked, engine)
+    return await asyncio.to_thread(_form, asked, engine, thoughts)
 
 
-def _form(asked: FormFields, engine: TextEngine) -> AnswerForm:
+def _form(asked: FormFields, engine: TextEngine, thoughts: Thoughts | None) -> AnswerForm:
     tokenizer = engine.tokenizer
     use = _use(asked, tokenizer)
-    rules = _rules(asked, use, partial(literal, tokenizer, engine.vocab_size))
+    literals = partial(literal, tokenizer, engine.vocab_size)
+    rules = _rules(asked, use, literals)
+    if rules is not None and thoughts is not None:
+        rules = replace(rules, lark=thinking_first(rules.lark, thoughts, literals))
     grammar = None if rules is None else tokenizer.grammars.compile(rules, engine.vocab_size)
     ends_early = use is not None and use.most == 1 and grammar is None and use.style.stop
     return AnswerForm(grammar, use, (use.style.stop,) if ends_early and use and use.style.stop else ())
@@ -54,9 +62,12 @@ def _use(asked: FormFields, tokenizer: ChatTokenizer) -> ToolUse | None:
         return None
     names = frozenset(tool.function.name for tool in asked.offered)
     shown = frozenset(
-        token_id for token_id in tokenizer.marker_ids.values() if tokenizer.is_special(token_id)
+        token_id
+        for mark, token_id in tokenizer.marker_ids.items()
+        if mark in MARKERS and tokenizer.is_special(token_id)
     )
-    return ToolUse(tokenizer.tool_style, names, asked.most_calls, shown)
+    parameters = {tool.function.name: tool.function.parameters or {} for tool in asked.offered}
+    return ToolUse(tokenizer.tool_style, names, asked.most_calls, shown, parameters)
 
 
 def _rules(asked: FormFields, use: ToolUse | None, literal_of: Callable[[str], str]) -> GrammarRules | None:
@@ -65,8 +76,11 @@ def _rules(asked: FormFields, use: ToolUse | None, literal_of: Callable[[str], s
     if use is None or (text is None and not asked.must_call):
         return None if text is None else GrammarRules(FORMAT_FIELD, text.lark, (text,))
     places = {tool.function.name: number for number, tool in enumerate(asked.tools or ())}
-    tools = [(tool.function.name, _arguments(tool, places)) for tool in asked.offered]
-    most = min(use.most or MAX_CALLS, MAX_CALLS)
+    tools = [
+        (tool.function.name, _arguments(tool, places, use.style.tags, number, literal_of))
+        for number, tool in enumerate(asked.offered)
+    ]
+    most = min(use.most or use.style.most, use.style.most)
     lines = use.style.rules(
         [(name, part.lark.removeprefix("start: ")) for name, part in tools], most, literal_of
     )
@@ -75,6 +89,33 @@ def _rules(asked: FormFields, use: ToolUse | None, literal_of: Callable[[str], s
         return GrammarRules("tool_choice", "\n".join(["start: calls", *lines]), parts)
     lines = ["start: answer | calls", text.lark.replace("start: ", "answer: ", 1), *lines]
     return GrammarRules(FORMAT_FIELD, "\n".join(lines), (text, *parts))
+
+
+def thinking_first(lark: str, thoughts: Thoughts, literal_of: Callable[[str], str]) -> str:
+    """Rules that let a thought come before what the rules hold: nothing is held of it."""
+    style = thoughts.style
+    held = lark.replace("start: ", "held: ", 1)
+    if style.is_harmony:
+        final = f'{literal_of(CHANNEL)} "final" {literal_of(MESSAGE)} '
+        if held.startswith("held: answer | calls"):
+            held = held.replace("\nanswer: ", f"\nanswer: {final}", 1)
+        elif not held.startswith("held: calls"):
+            held = held.replace("held: ", f"held: {final} final\nfinal: ", 1)
+        begin = f'{literal_of(CHANNEL)} "analysis" {literal_of(MESSAGE)}'
+        end = f'{literal_of(END)} {literal_of(START)} "assistant"'
+        return f"start: ({begin} thought)? held\n{text_until(end, 'thought', is_token='<[' in end)}\n{held}"
+    closer = literal_of(style.closer)
+    is_token = closer.startswith("<[")
+    rule = text_until(closer if is_token else style.closer, "thought", is_token=is_token)
+    first = "thought gap" if thoughts.is_open else f"({literal_of(style.opener)} thought gap)?"
+    return f"start: {first} held\n{rule}\ngap: /\\n{{0,2}}/\n{held}"
+
+
+def text_until(end: str, name: str, *, is_token: bool) -> str:
+    """A rule for any text up to its end, which is tokens that no text makes, or a text of its own."""
+    if is_token:
+        return f"{name}: /(?s:.*)/ {end}"
+    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
 def _text_part(asked: FormFields) -> GrammarPart | None:
@@ -86,9 +127,15 @@ def _text_part(asked: FormFields) -> GrammarPart | None:
     return GrammarPart(SCHEMA_FIELD, f"start: {schema_rule(wanted.json_schema.schema_ or {}, SCHEMA_FIELD)}")
 
 
-def _arguments(tool: Tool, places: dict[str, int]) -> GrammarPart:
+def _arguments(
+    tool: Tool, places: dict[str, int], tags: Tags | None, number: int, literal_of: Callable[[str], str]
+) -> GrammarPart:
     param = f"tools.{places[tool.function.name]}.function.parameters"
     stated: dict[str, Any] = tool.function.parameters or dict(NO_ARGUMENTS)
+    if tags is not None:
+        return GrammarPart(
+            param, f"start: {tagged_rules(stated, tags, f'argument_{number}', param, literal_of)}"
+        )
     return GrammarPart(param, f"start: {schema_rule({'type': 'object'} | stated, param)}")
 
 

@@ -5,9 +5,8 @@ Every answer ends in exactly one way, counted once: finished, failed, or aborted
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from starlette.responses import Response
 
 from app.api.accounting import accounted_events
 from app.api.call_parser import Piece
-from app.api.chat_reply import AnswerTimings, ChatCompletion, ChatReply, reason_of, usage
+from app.api.chat_reply import AnswerTimings, ChatCompletion, ChatReply, usage
 from app.api.choice_parts import ChoiceParts
 from app.api.logprobs import ChoiceLogprobs, LogprobsWriter, TokenLogprob, writers_of
 from app.api.protocol import ChatRequest
@@ -32,9 +31,8 @@ from app.engine.request import (
     Timings,
 )
 from app.gateway import Gateway
+from app.keys import Caller
 from app.metrics import RequestMeter
-
-log = logging.getLogger(__name__)
 
 TICKS = 4  # looks at the clock per keep-alive interval: a sign of life is at most a quarter late
 
@@ -51,11 +49,12 @@ class Answering:
     reply: ChatReply
     meter: RequestMeter
     request_id: str
+    caller: Caller
 
-    async def whole(self) -> Response:
-        """Wait for every choice and return the answer as one document."""
+    async def whole(self, headers: Mapping[str, str]) -> Response:
+        """Wait for every choice and return the answer as one document, with these headers and its own."""
         completion = await self.completion()
-        headers = timing_headers(completion.timings)
+        headers = {**headers, **timing_headers(completion.timings)}
         return Response(completion.model_dump_json(), media_type="application/json", headers=headers)
 
     async def completion(self) -> ChatCompletion:
@@ -68,6 +67,7 @@ class Answering:
             async for item in events:
                 match item:
                     case (index, TextDelta(text) as delta):
+                        parts[index].think(delta.thought)
                         parts[index].push(text)
                         if (writer := writers[index]) is not None:
                             tokens[index] += writer.take(delta)
@@ -114,10 +114,11 @@ class Answering:
             self.gateway,
             self.meter,
             (self.engine.generate(request) for request in self.requests),
+            caller=self.caller,
             num_answers=len(self.requests),
             silence_s=silence_s,
             count=self._count,
-            tell=self._tell,
+            counts={"prompt_tokens": len(self.requests[0].prompt_ids), "choices": len(self.requests)},
             record=self.gateway.records.begin(
                 self.request_id,
                 answer_id=self.reply.id,
@@ -137,17 +138,6 @@ class Answering:
                 self.meter.count_tokens(index, event.num_tokens)
             case Finished():
                 self.meter.count_finished(event)
-
-    def _tell(self, outcome: str) -> None:
-        log.info(
-            "request %s: %s %s of %s, %d prompt tokens, %d choices",
-            self.request_id,
-            self.reply.id,
-            outcome,
-            self.engine.model_name,
-            len(self.requests[0].prompt_ids),
-            len(self.requests),
-        )
 
 
 class ChunkWriter:
@@ -209,13 +199,16 @@ class ChunkWriter:
                 self._num_tokens += event.num_tokens
                 if (writer := self._logprobs[index]) is not None:
                     self._tokens[index] += writer.take(event)
+                thought = self._reply.thought_chunk(index, event.thought)
+                self._parts[index].think(event.thought)
                 pieces = self._parts[index].push(event.text) if event.text else ()
-                return [self._piece_chunk(index, piece) | self._extras(event.timings) for piece in pieces]
+                chunks = [*([thought] if thought else []), *(self._piece_chunk(index, one) for one in pieces)]
+                return [chunk | self._extras(event.timings) for chunk in chunks]
             case Finished():
                 self._ends[index] = event
                 pieces = self._parts[index].finish()
                 last = [self._piece_chunk(index, piece) for piece in pieces]
-                reason = reason_of(event, self._parts[index])
+                reason = self._reply.reason_of(event, self._parts[index])
                 return [*last, *self._last_tokens(index), self._reply.finish_chunk(index, event, reason)]
         return []
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,7 +12,6 @@ from starlette.requests import Request
 
 from app.api.errors import ApiError, invalid
 
-DISCARD_S = 1.0  # most clients read an answer only after they have sent everything; an endless one may go
 PARSE_APART_BYTES = 256 << 10  # beyond this, parsing would hold up other answers for milliseconds
 CLOSE = {"connection": "close"}  # the rest of the body is not worth reading
 
@@ -83,23 +81,9 @@ async def _take(request: Request, limit: int, take: Callable[[bytes], object]) -
         size += len(chunk)
         is_too_large = size > limit
         if not is_too_large:
-            try:
-                take(chunk)
-            except Exception:
-                await _discard(chunks)
-                raise
+            take(chunk)
     if is_too_large:
-        if "expect" not in request.headers:  # a client that asks first has not sent anything yet
-            await _discard(chunks)
         raise ApiError(413, "request_too_large", f"the body is larger than {limit} bytes", headers=CLOSE)
-
-
-async def _discard(chunks: AsyncGenerator[bytes, None]) -> None:
-    """Let a client finish sending, so that it gets to read its refusal; nothing is kept."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            async for _ in chunks:
-                pass
 
 
 class _HookError(ValueError):

@@ -13,17 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.engine.tool_style import ARGS, END_TOOL_CALL, PYTHON_TAG, TOOL_CALL, TOOL_CALLS, ToolUse
+from app.api.call_marks import CLOSERS, HEADS, MAX_HEAD, OPENERS
+from app.api.json_scanner import JsonScanner
+from app.api.tagged_arguments import TaggedArguments
+from app.engine.tool_style import ARGS, END_TOOL_CALL, ToolUse
 
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 NAMED = re.compile(rf"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{{]*)?{re.escape(ARGS)}\s*(?=\{{)")
-OPENERS = {
-    "hermes": (TOOL_CALL,),
-    "mistral": (TOOL_CALLS,),
-    "mistral_args": (TOOL_CALLS,),
-    "llama": (PYTHON_TAG,),
-    "plain": (TOOL_CALL,),
-}
 IS_BARE = ("llama", "plain")  # a call may stand there without any opener, at the answer's beginning
 BETWEEN = ",;"
 
@@ -60,6 +56,7 @@ class CallParser:
             self._read_beginning if use.style.kind in IS_BARE else self._read_text
         )
         self._json = JsonScanner()
+        self._tagged: TaggedArguments | None = None
         self._made: list[Piece] = []
         self._is_silent = False  # a call beyond the most that there may be
         self.num_calls = 0
@@ -78,6 +75,8 @@ class CallParser:
             self._tell(rest if rest.strip() or not self.num_calls else "")
         elif self._step == self._read_between and self._buffer.strip():
             self._tell(self._buffer)
+        elif self._step == self._read_tagged and self._tagged is not None:
+            self._add(self._tagged.finish())
         self._buffer = self._held = ""
         return self._taken()
 
@@ -125,6 +124,8 @@ class CallParser:
         start = self._buffer.lstrip()
         if not start:
             return False
+        if self._use.style.kind in HEADS:
+            return self._read_head(*HEADS[self._use.style.kind])
         if self._use.style.kind.startswith("mistral"):
             if start[0] == "[" and not self._held.endswith("["):
                 self._held += self._buffer[: len(self._buffer) - len(start) + 1]
@@ -141,6 +142,39 @@ class CallParser:
         scanner = JsonScanner()
         end = scanner.feed(start)
         return False if end is None else self._read_whole(start[:end], start[end:])
+
+    def _read_head(self, mark: str, head: re.Pattern[str]) -> bool:
+        """A call whose name stands before a mark."""
+        end = self._buffer.find(mark, 0, MAX_HEAD)
+        if end < 0:
+            return len(self._buffer) >= MAX_HEAD and self._give_up()
+        found = head.fullmatch(self._buffer, 0, end)
+        if found is None or found[1] not in self._use.names:
+            return self._give_up()
+        tags = self._use.style.tags
+        if tags is None:
+            return self._begin_call(found[1], end, is_nested=False)
+        if mark == "<":
+            rest = self._buffer[end:]
+            follows = (tags.key[0], END_TOOL_CALL)
+            if not rest.startswith(follows):
+                return not any(one.startswith(rest) for one in follows) and self._give_up()
+        self._start(found[1])
+        self._buffer, self._held = self._buffer[end if mark == "<" else end + 1 :], ""
+        closer = tags.end or self._use.style.closer
+        self._tagged = TaggedArguments(tags, closer, self._use.parameters.get(found[1], {}))
+        self._step = self._read_tagged
+        return True
+
+    def _read_tagged(self) -> bool:
+        """Arguments as tagged text."""
+        assert self._tagged is not None
+        told, rest = self._tagged.feed(self._buffer)
+        self._add(told)
+        self._buffer = rest or ""
+        if rest is not None:
+            self._step = self._read_between
+        return rest is not None
 
     def _read_named(self, start: str) -> bool:
         """A call with its name before its arguments."""
@@ -201,6 +235,8 @@ class CallParser:
         if not start:
             return False
         kind = self._use.style.kind
+        if (closers := CLOSERS.get(kind)) is not None:
+            return self._read_closers(start, closers)
         if END_TOOL_CALL.startswith(start) and start != END_TOOL_CALL:
             return False
         if start.startswith(END_TOOL_CALL):
@@ -223,6 +259,17 @@ class CallParser:
         if kind in IS_BARE and start[0] == "{":
             self._held, self._buffer, self._step = "", start, self._read_call
             return True
+        self._buffer, self._step = start, self._read_text
+        return True
+
+    def _read_closers(self, start: str, closers: tuple[str, ...]) -> bool:
+        """One mark behind a call after the other; behind them there is text, or another call."""
+        for closer in closers:
+            if start.startswith(closer):
+                self._buffer = start[len(closer) :]
+                return True
+        if any(closer.startswith(start) for closer in closers):
+            return False
         self._buffer, self._step = start, self._read_text
         return True
 
@@ -258,35 +305,6 @@ class CallParser:
     def _taken(self) -> list[Piece]:
         made, self._made = self._made, []
         return made
-
-
-class JsonScanner:
-    """Finds where a JSON object or list that is fed in pieces ends; `depth`: it has begun before."""
-
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
-        self._in_string = False
-        self._is_escaped = False
-
-    def feed(self, text: str) -> int | None:
-        """Return the place behind its last character, or None where it goes on."""
-        for place, character in enumerate(text):
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return place + 1
-        return None
 
 
 def call_json(start: CallStart, arguments: str) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from starlette.responses import Response
 from app.api.answering import Answering
 from app.api.body import BodyLimits, read_json_object
 from app.api.chat_reply import ChatReply
+from app.api.compat import ignored_params
 from app.api.errors import invalid
 from app.api.generation import plan_generation
 from app.api.media_parts import intake_of
 from app.api.protocol import ChatRequest, parse_chat
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import EventStream, until_disconnect
 from app.gateway import Gateway
+from app.keys import Caller
 from app.metrics import RequestMeter
 
 PATH = "/v1/chat/completions"
@@ -38,20 +40,24 @@ class ChatCompletions:
     async def create(self, request: Request) -> Response:
         """Answer a chat. Streams when the body says `"stream": true`."""
         arrived = time.perf_counter()
-        asked = parse_chat(await read_json_object(request, self._limits))
+        body = await read_json_object(request, self._limits)
+        asked = parse_chat(body)
         self._check_choices(asked)
-        beginning = self.begin(asked, request_id_of(request.scope), arrived, tenant_of(request.scope))
+        beginning = self.begin(asked, request_id_of(request.scope), arrived, caller_of(request.scope))
         answering = await until_disconnect(request.receive, beginning)
+        ignored = ignored_params(body, ChatRequest)
         if asked.stream:
-            return EventStream(answering.frames(asked), partial(self._gateway.failure, request.scope))
-        return await until_disconnect(request.receive, answering.whole())
+            return EventStream(
+                answering.frames(asked), partial(self._gateway.failure, request.scope), ignored
+            )
+        return await until_disconnect(request.receive, answering.whole(ignored))
 
     async def begin(
         self,
         asked: ChatRequest,
         request_id: str,
         arrived: float,
-        tenant: bytes,
+        caller: Caller,
         *,
         endpoint: str = PATH,
         id_prefix: str = "chatcmpl-",
@@ -60,7 +66,7 @@ class ChatCompletions:
         own, wishes = self._gateway.settings, asked.diffuse
         route = own.route if wishes is None else wishes.over(own.route)
         draft = own.draft if wishes is None or wishes.draft is None else wishes.draft
-        engine = await self._gateway.ready_engine(asked.model)
+        engine = await self._gateway.ready_engine(asked.model, caller.key)
         completion_id = f"{id_prefix}{secrets.token_hex(12)}"
         deadline_s = self._gateway.settings.request_timeout_s or None
         planned = await plan_generation(
@@ -71,7 +77,7 @@ class ChatCompletions:
             deadline_s=deadline_s,
             route=route,
             draft=draft,
-            tenant=tenant,
+            tenant=caller.tenant,
         )
         meter = RequestMeter(
             self._gateway.metrics,
@@ -81,8 +87,15 @@ class ChatCompletions:
             arrived=arrived,
         )
         counts_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        reply = ChatReply(completion_id, int(time.time()), asked.model, counts_usage=counts_usage)
-        return Answering(self._gateway, engine, planned, reply, meter, request_id)
+        reply = ChatReply(
+            completion_id,
+            int(time.time()),
+            asked.model,
+            counts_usage=counts_usage,
+            tells_reasoning=asked.include_reasoning is not False,
+            says_functions=asked.says_functions,
+        )
+        return Answering(self._gateway, engine, planned, reply, meter, request_id, caller)
 
     def _check_choices(self, asked: ChatRequest) -> None:
         most = min(self._gateway.settings.max_choices, self._gateway.settings.max_requests)

@@ -14,7 +14,7 @@ from app.api.logprobs import ChoiceLogprobs, TokenLogprob
 from app.api.messages import Lenient
 from app.engine.request import Finished, PrefillProgress, Timings
 
-ChatReason = Literal["stop", "length", "tool_calls"]
+ChatReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ErrorText(Lenient):
@@ -95,19 +95,23 @@ class CalledTool(Lenient):
 
 
 class AnswerMessage(Lenient):
-    """What the assistant says. There is no `tool_calls` where it calls nothing."""
+    """What the assistant says. There is no `tool_calls` where it calls nothing, and no reasoning where it has none."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     annotations: tuple[Any, ...] = ()
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under the name that other clients read
     tool_calls: list[CalledTool] | None = None
+    function_call: CalledFunction | None = None  # in its place, for a request that said `functions`
 
     @model_serializer(mode="wrap")
     def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         told: dict[str, Any] = serialize(self)
-        if self.tool_calls is None:
-            told.pop("tool_calls", None)
+        for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
+            if told.get(name) is None:
+                told.pop(name, None)
         return told
 
 
@@ -185,11 +189,6 @@ def drafts_of(ends: Sequence[Finished]) -> DraftsField:
     )
 
 
-def reason_of(end: Finished, parts: ChoiceParts) -> ChatReason:
-    """Why a choice ended, as chats tell it."""
-    return "tool_calls" if parts.has_calls and end.reason == "stop" else end.reason
-
-
 def _as_json(route: Sequence[RouteHopField]) -> list[dict[str, Any]]:
     return [hop.model_dump(mode="json") for hop in route]
 
@@ -197,12 +196,24 @@ def _as_json(route: Sequence[RouteHopField]) -> list[dict[str, Any]]:
 class ChatReply:
     """Builds the parts of one answer; `id`, `created` and `model` are the same in all of them."""
 
-    def __init__(self, completion_id: str, created: int, model: str, *, counts_usage: bool = False) -> None:
+    def __init__(
+        self,
+        completion_id: str,
+        created: int,
+        model: str,
+        *,
+        counts_usage: bool = False,
+        tells_reasoning: bool = True,
+        says_functions: bool = False,
+    ) -> None:
+        """`says_functions`: calls are told as `function_call`."""
         self.id = completion_id
         self.created = created
         self.model = model
         self.fingerprint = ""
         self._counts_usage = counts_usage  # then chunks before the usage chunk carry `usage: null`
+        self._tells_reasoning = tells_reasoning
+        self._says_functions = says_functions
 
     def completion(
         self,
@@ -214,9 +225,9 @@ class ChatReply:
         choices = [
             Choice(
                 index=index,
-                message=AnswerMessage.model_validate({"content": part.text, "tool_calls": part.calls}),
+                message=self._message(part),
                 logprobs=logprobs[index] if logprobs else None,
-                finish_reason=reason_of(end, part),
+                finish_reason=self.reason_of(end, part),
             )
             for index, (part, end) in enumerate(zip(parts, ends, strict=True))
         ]
@@ -233,6 +244,23 @@ class ChatReply:
             route=route_of(ends[0]),
         )
 
+    def reason_of(self, end: Finished, parts: ChoiceParts) -> ChatReason:
+        """Why a choice ended."""
+        if not parts.has_calls or end.reason != "stop":
+            return end.reason
+        return "function_call" if self._says_functions else "tool_calls"
+
+    def _message(self, part: ChoiceParts) -> AnswerMessage:
+        told: dict[str, Any] = {"content": part.text, "tool_calls": part.calls}
+        if self._says_functions and part.calls:
+            told |= {"tool_calls": None, "function_call": part.calls[0]["function"]}
+        return AnswerMessage.model_validate(told | self._reasoning(part.thought))
+
+    def _reasoning(self, thought: str | None) -> dict[str, str]:
+        return (
+            {"reasoning_content": thought, "reasoning": thought} if thought and self._tells_reasoning else {}
+        )
+
     def role_chunk(self, index: int) -> dict[str, Any]:
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
@@ -244,6 +272,11 @@ class ChatReply:
             chunk["choices"][0]["logprobs"] = ChoiceLogprobs(content=list(logprobs)).model_dump()
         return chunk
 
+    def thought_chunk(self, index: int, thought: str) -> dict[str, Any] | None:
+        """More of what is thought; None where that is not told."""
+        delta = self._reasoning(thought)
+        return self._chunk(index, delta) if delta else None
+
     def piece_chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """A piece of text, the beginning of a call, or more of its arguments."""
         match piece:
@@ -253,7 +286,9 @@ class ChatReply:
                 call = {"index": piece.index} | call_json(piece, "")
             case CallArguments():
                 call = {"index": piece.index, "function": {"arguments": piece.text}}
-        return self._chunk(index, {"tool_calls": [call]})
+        return self._chunk(
+            index, {"function_call": call["function"]} if self._says_functions else {"tool_calls": [call]}
+        )
 
     def heartbeat_chunk(self, progress: PrefillProgress | None) -> dict[str, Any]:
         """An empty delta: clients that count only parsed chunks see that the answer is alive."""
@@ -284,6 +319,7 @@ class ChatReply:
             accepted_prediction_tokens=drafts.accepted,
             rejected_prediction_tokens=drafts.drafted - drafts.accepted,
             forced_tokens=sum(end.forced for end in ends),
+            reasoning_tokens=sum(end.thinking_tokens for end in ends),
         )
         cached = PromptTokensDetails(cached_tokens=min(end.cached_tokens for end in ends))
         return counted.model_copy(

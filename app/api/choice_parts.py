@@ -1,4 +1,4 @@
-"""Text and tool calls of one choice, as its text comes. Pure; knows no HTTP."""
+"""Thoughts, text and tool calls of one choice, as its text comes. Pure; knows no HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ class ChoiceParts:
         self._texts: list[str] = []
         self._starts: list[CallStart] = []
         self._arguments: list[list[str]] = []
+        self._thoughts: list[str] = []
+
+    def think(self, thought: str) -> None:
+        """Take what is thought before the text."""
+        self._thoughts.append(thought)
 
     def push(self, text: str) -> Sequence[Piece]:
         """Return what is certain of the text so far, and was not before."""
@@ -31,6 +36,11 @@ class ChoiceParts:
     def text(self) -> str | None:
         """The text; None where there are calls and nothing else."""
         return "".join(self._texts) or (None if self._starts else "")
+
+    @property
+    def thought(self) -> str | None:
+        """What was thought, or None where nothing was."""
+        return "".join(self._thoughts) or None
 
     @property
     def calls(self) -> list[dict[str, Any]] | None:

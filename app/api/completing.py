@@ -5,9 +5,8 @@ A request may ask for hundreds of answers: few run at once, the others in turn. 
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -34,10 +33,9 @@ from app.engine.request import (
     Timings,
 )
 from app.gateway import Gateway
+from app.keys import Caller
 from app.metrics import RequestMeter
 from slicing.token_scores import TokenScore
-
-log = logging.getLogger(__name__)
 
 Indexed = tuple[int, GenerationEvent]
 
@@ -62,9 +60,10 @@ class Completing:
     reply: CompletionReply
     meter: RequestMeter
     request_id: str
+    caller: Caller
 
-    async def whole(self) -> Response:
-        """Wait for every choice and return the answer as one document."""
+    async def whole(self, headers: Mapping[str, str]) -> Response:
+        """Wait for every choice and return the answer as one document, with these headers and its own."""
         writers = [ChoiceWriter(self, index) for index in range(len(self.answers))]
         texts: list[list[str]] = [[] for _ in writers]
         logprobs: list[list[CompletionLogprobs]] = [[] for _ in writers]
@@ -81,7 +80,7 @@ class Completing:
             [joined(parts) if asks else None for parts in logprobs],
             ends,
         )
-        headers = timing_headers(completion.timings)
+        headers = {**headers, **timing_headers(completion.timings)}
         return Response(completion.model_dump_json(), media_type="application/json", headers=headers)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -122,15 +121,22 @@ class Completing:
             self._count(*item)
 
         settings, waiting = self.gateway.settings, deque(range(len(self.answers)))
-        num_lanes = min(len(waiting), settings.max_choices, settings.max_requests)
+        most = self.caller.key.max_concurrent or settings.max_requests
+        num_lanes = min(len(waiting), settings.max_choices, settings.max_requests, most)
         accounted = accounted_events(
             self.gateway,
             self.meter,
             (self._lane(waiting) for _ in range(num_lanes)),
+            caller=self.caller,
             num_answers=num_lanes,
             silence_s=silence_s,
             count=count,
-            tell=self._tell,
+            counts={
+                "prompt_tokens": sum(
+                    len(one.request.prompt_ids) for one in self.answers[:: self.asked.num_choices]
+                ),
+                "choices": len(self.answers),
+            },
             record=record,
         )
         async with aclosing(accounted) as events:
@@ -168,17 +174,6 @@ class Completing:
                 self.meter.count_tokens(index, event.num_tokens)
             case Finished():
                 self.meter.count_finished(event)
-
-    def _tell(self, outcome: str) -> None:
-        log.info(
-            "request %s: %s %s of %s, %d prompt tokens, %d choices",
-            self.request_id,
-            self.reply.id,
-            outcome,
-            self.engine.model_name,
-            sum(len(one.request.prompt_ids) for one in self.answers[:: self.asked.num_choices]),
-            len(self.answers),
-        )
 
 
 class ChoiceWriter:

@@ -22,6 +22,7 @@ OWN_FIELDS = frozenset({"echo", "best_of", "suffix", "logprobs"})
 NOT_HERE: Mapping[str, tuple[Any, ...]] = {
     **{name: neutral for name, neutral in NOT_BUILT.items() if name not in OWN_FIELDS},
     "suffix": ("",),
+    "functions": ([],),
     "messages": (),
     "tools": ([],),
     "response_format": ({"type": "text"},),

@@ -16,16 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.body import BodyLimits, read_json_object
+from app.api.compat import ignored_params
 from app.api.completing import Completing, PlannedAnswer
 from app.api.completion_protocol import CompletionRequest, Prompt, parse_completion
 from app.api.completion_reply import CompletionReply
 from app.api.echo import Echo, echo_of
 from app.api.errors import invalid
 from app.api.generation import context_exceeded, sampling_params
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import EventStream, until_disconnect
 from app.engine.request import GenerationRequest, TextEngine
 from app.gateway import Gateway
+from app.keys import Caller
 from app.metrics import RequestMeter
 
 PATH = "/v1/completions"
@@ -50,25 +52,27 @@ class Completions:
     async def create(self, request: Request) -> Response:
         """Continue prompts. Streams when the body says `"stream": true`."""
         arrived = time.perf_counter()
-        asked, is_alone = parse_completion(await read_json_object(request, self._limits))
+        body = await read_json_object(request, self._limits)
+        asked, is_alone = parse_completion(body)
         if asked.num_choices > (most := self._gateway.settings.max_choices):
             raise invalid("n", f"n is at most {most} here")
         beginning = self._begin(
-            asked, request_id_of(request.scope), arrived, tenant_of(request.scope), is_alone=is_alone
+            asked, request_id_of(request.scope), arrived, caller_of(request.scope), is_alone=is_alone
         )
         completing = await until_disconnect(request.receive, beginning)
+        ignored = ignored_params(body, CompletionRequest)
         if asked.stream:
-            return EventStream(completing.frames(), partial(self._gateway.failure, request.scope))
-        return await until_disconnect(request.receive, completing.whole())
+            return EventStream(completing.frames(), partial(self._gateway.failure, request.scope), ignored)
+        return await until_disconnect(request.receive, completing.whole(ignored))
 
     async def _begin(
-        self, asked: CompletionRequest, request_id: str, arrived: float, tenant: bytes, *, is_alone: bool
+        self, asked: CompletionRequest, request_id: str, arrived: float, caller: Caller, *, is_alone: bool
     ) -> Completing:
-        engine = await self._gateway.ready_engine(asked.model)
+        engine = await self._gateway.ready_engine(asked.model, caller.key)
         completion_id = f"cmpl-{secrets.token_hex(12)}"
         async with asyncio.timeout(self._gateway.settings.request_timeout_s or None):
             prompts = await asyncio.to_thread(_read_all, asked, engine, is_alone)
-        answers = list(self._planned(asked, engine, prompts, completion_id, tenant))
+        answers = list(self._planned(asked, engine, prompts, completion_id, caller.tenant))
         meter = RequestMeter(
             self._gateway.metrics,
             model=engine.model_name,
@@ -83,7 +87,7 @@ class Completions:
             num_choices=asked.num_choices,
             counts_usage=bool(asked.stream_options and asked.stream_options.include_usage),
         )
-        return Completing(self._gateway, engine, asked, answers, reply, meter, request_id)
+        return Completing(self._gateway, engine, asked, answers, reply, meter, request_id, caller)
 
     def _planned(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from app.api.body import BodyLimits, read_json_object
 from app.api.embedding_protocol import MAX_CHARS, MAX_TOKENS, EmbeddingsRequest, parse_embeddings
 from app.api.errors import invalid
 from app.api.making import route_of
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import until_disconnect
 from app.embedding_metrics import EmbeddingMeter
 from app.engine.embedding_request import (
@@ -37,8 +36,7 @@ from app.engine.embedding_request import (
 )
 from app.engine.request import RequestError
 from app.gateway import Gateway
-
-log = logging.getLogger(__name__)
+from app.keys import Caller
 
 PATH = "/v1/embeddings"
 KINDS = frozenset({"encoder", "embedding"})
@@ -53,6 +51,7 @@ class _Planned:
     request: EmbeddingRequest = field(repr=False)
     meter: EmbeddingMeter
     request_id: str
+    caller: Caller
 
 
 class Embeddings:
@@ -68,15 +67,15 @@ class Embeddings:
         asked, is_alone = parse_embeddings(await read_json_object(request, self._limits))
         scope = request.scope
         with _own_names(is_alone=is_alone):
-            beginning = self._begin(asked, request_id_of(scope), arrived, tenant_of(scope))
+            beginning = self._begin(asked, request_id_of(scope), arrived, caller_of(scope))
             planned = await until_disconnect(request.receive, beginning)
             return await until_disconnect(request.receive, self._whole(planned))
 
     async def _begin(
-        self, asked: EmbeddingsRequest, request_id: str, arrived: float, tenant: bytes
+        self, asked: EmbeddingsRequest, request_id: str, arrived: float, caller: Caller
     ) -> _Planned:
         settings, wishes = self._gateway.settings, asked.diffuse
-        engine = cast("EmbeddingEngine", await self._gateway.ready(asked.model, KINDS))
+        engine = cast("EmbeddingEngine", await self._gateway.ready(asked.model, KINDS, caller.key))
         if sum(len(text) for text in asked.input) > MAX_CHARS:
             raise invalid("input", f"the texts have at most {MAX_CHARS} characters in all")
         planned = EmbeddingRequest(
@@ -86,14 +85,14 @@ class Embeddings:
             dimensions=asked.dimensions,
             deadline_s=settings.request_timeout_s or None,
             route=settings.route if wishes is None else wishes.over(settings.route),
-            tenant=tenant,
+            tenant=caller.tenant,
         )
         if planned.num_tokens > MAX_TOKENS:
             message = f"the texts have {planned.num_tokens} tokens, at most {MAX_TOKENS} are taken at once"
             raise invalid("input", message, code="max_tokens_per_request")
         engine.check(planned)
         meter = EmbeddingMeter(self._gateway.metrics, model=engine.model_name, endpoint=PATH, arrived=arrived)
-        return _Planned(asked, engine, planned, meter, request_id)
+        return _Planned(asked, engine, planned, meter, request_id, caller)
 
     async def _whole(self, planned: _Planned) -> Response:
         """Wait for every vector, then write the answer."""
@@ -102,10 +101,11 @@ class Embeddings:
             self._gateway,
             planned.meter,
             (planned.engine.embed(request) for request in (planned.request,)),
+            caller=planned.caller,
             num_answers=1,
             silence_s=float("inf"),
             count=lambda _, event: planned.meter.count(event),
-            tell=lambda outcome: _tell(planned, outcome),
+            counts={"texts": len(planned.request.texts), "prompt_tokens": planned.request.num_tokens},
             record=self._gateway.records.begin(
                 planned.request_id,
                 answer_id=planned.request.request_id,
@@ -171,16 +171,3 @@ def _coded(vector: Vector, *, as_text: bool) -> list[float] | str:
         return base64.b64encode(little_endian.tobytes()).decode()
     numbers: list[float] = little_endian.tolist()
     return numbers
-
-
-def _tell(planned: _Planned, outcome: str) -> None:
-    request = planned.request
-    log.info(
-        "request %s: %s %s of %s, %d texts, %d tokens",
-        planned.request_id,
-        request.request_id,
-        outcome,
-        planned.engine.model_name,
-        len(request.texts),
-        request.num_tokens,
-    )

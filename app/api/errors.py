@@ -7,7 +7,6 @@ on.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,9 @@ from starlette.responses import JSONResponse
 
 from app.engine.merge import StoppedError
 from app.engine.request import ModelStatus, ModelUnavailableError, RequestError
+from app.engine.watch import LateError
 from app.media.errors import MediaError
+from app.state.state import StateError
 from routing.errors import (
     ErrorCode,
     LinkError,
@@ -113,6 +114,14 @@ def deadline_exceeded() -> ApiError:
     return ApiError(504, "deadline_exceeded", message, headers=NO_RETRY)
 
 
+def _late(error: LateError) -> ApiError:
+    """A prompt that takes so long takes as long again; an answer that stands still may go on over other nodes."""
+    if error.code == "stalled":
+        return ApiError(504, error.code, "nothing more of the answer came for longer than this gateway waits")
+    message = "nothing of the answer came for longer than this gateway waits"
+    return ApiError(504, error.code, message, headers=NO_RETRY)
+
+
 def from_exception(error: Exception, request_id: str = "") -> ApiError:
     """Translate whatever was raised below the API; the unknown becomes a 500 that says nothing."""
     match error:
@@ -133,6 +142,8 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
             return _from_http(error)
         case RequestValidationError():
             return invalid(None, "the request is not valid")
+        case LateError():
+            return _late(error)
         case TimeoutError():
             return deadline_exceeded()
         case LogitsError():
@@ -141,6 +152,9 @@ def from_exception(error: Exception, request_id: str = "") -> ApiError:
             return ApiError(500, "encode_failed", str(error), headers=NO_RETRY)
         case StoppedError():
             return unavailable("shutting_down", "the gateway is shutting down", ROUTE_RETRY_S)
+        case StateError():
+            message = "the store that holds jobs and records cannot be reached"
+            return unavailable("state_unavailable", message, ROUTE_RETRY_S)
         case _:
             return internal(request_id)
 
@@ -207,12 +221,3 @@ def from_validation(error: ValidationError) -> ApiError:
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def describe(error: BaseException) -> str:
-    """Return type and place of an unexpected error for the log: its text may quote a prompt and is left out."""
-    frames = traceback.extract_tb(error.__traceback__)[-8:]
-    places = " < ".join(
-        f"{frame.name}:{frame.lineno} ({frame.filename.rpartition('/')[2]})" for frame in reversed(frames)
-    )
-    return f"{type(error).__name__} in {places}"

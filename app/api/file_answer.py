@@ -1,38 +1,33 @@
-"""Sends a file, or the one piece of it that a `Range` header asks for, without holding it in memory."""
+"""Sends a file, or the one piece of it that a `Range` header asks for, without holding it in memory.
+
+Knows nothing of where the file is.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 from collections.abc import AsyncGenerator
-from pathlib import Path
-from typing import BinaryIO
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from app.api.errors import ApiError
+from app.state.state import JobFile, StateError
 
-PIECE_BYTES = 256 << 10
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
-async def file_answer(request: Request, path: Path, media_type: str, tag: str) -> Response:
-    """Return 200 with the whole file or 206 with a piece. Raises `ApiError` 404 and 416.
+async def file_answer(request: Request, file: JobFile, media_type: str, tag: str) -> Response:
+    """Return 200 with the whole file or 206 with a piece, and close it. Raises `ApiError` 416.
 
     `tag` names the content: with `If-Range` of another one the whole is sent. Several ranges at once are answered
     with the whole file, as RFC 9110 allows.
     """
-    try:
-        file = await asyncio.to_thread(path.open, "rb")
-    except OSError:
-        raise ApiError(404, "not_found", "there is no such file any more") from None
-    size = os.fstat(file.fileno()).st_size
+    size = file.size
     try:
         span = _asked(request, size, tag)
     except ApiError:
-        file.close()
+        await file.close()
         raise
     start, end = span or (0, size)
     headers = {
@@ -44,7 +39,7 @@ async def file_answer(request: Request, path: Path, media_type: str, tag: str) -
     if span is not None:
         headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
     if request.method == "HEAD":
-        file.close()
+        await file.close()
         return Response(status_code=206 if span else 200, headers=headers, media_type=media_type)
     pieces = _pieces(file, start, end)
     return StreamingResponse(pieces, 206 if span else 200, headers=headers, media_type=media_type)
@@ -68,11 +63,14 @@ def _asked(request: Request, size: int, tag: str) -> tuple[int, int] | None:
     return start, end
 
 
-async def _pieces(file: BinaryIO, start: int, end: int) -> AsyncGenerator[bytes, None]:
+async def _pieces(file: JobFile, start: int, end: int) -> AsyncGenerator[bytes, None]:
+    """Raises `StateError` where the file goes meanwhile: an answer that breaks off is seen to be no whole one."""
     try:
-        file.seek(start)
-        while start < end and (piece := await asyncio.to_thread(file.read, min(PIECE_BYTES, end - start))):
+        while start < end:
+            piece = await file.read(start, end)
+            if not piece:
+                raise StateError("the file was removed while it was sent")
             start += len(piece)
             yield piece
     finally:
-        file.close()
+        await file.close()

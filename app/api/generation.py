@@ -20,6 +20,7 @@ from app.api.protocol import AnswerFields, ChatRequest
 from app.engine.drafts import DraftMode
 from app.engine.request import EncodedPrompt, GenerationRequest, TextEngine
 from app.engine.route_options import ANY_ROUTE, RouteOptions
+from app.request_notes import traced_part
 from slicing.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,15 +43,21 @@ async def plan_generation(
     began = time.perf_counter()
     async with asyncio.timeout(deadline_s):
         form = await form_of(asked, engine)
-        prompt_ids, encoded = await read_prompt(
-            asked.messages,
-            engine,
-            intake,
-            continue_final=asked.continues_text,
-            variables=asked.template_variables,
+        with traced_part("render prompt"):
+            prompt_ids, encoded = await read_prompt(
+                asked.messages,
+                engine,
+                intake,
+                continue_final=asked.continues_text,
+                variables=asked.template_variables,
+            )
+        tokenizer = engine.tokenizer
+        thoughts = tokenizer.thoughts(
+            prompt_ids, continued=asked.continued_text, is_raw=asked.reasoning_format == "none"
         )
+        if thoughts is not None and form.grammar is not None:
+            form = await form_of(asked, engine, thoughts)
     room = engine.answer_room(len(prompt_ids))
-    tokenizer = engine.tokenizer
     first = GenerationRequest(
         request_id=f"{request_id}-0",
         model=engine.model_name,
@@ -69,6 +76,7 @@ async def plan_generation(
         num_logprobs=asked.num_logprobs,
         grammar=form.grammar,
         tools=form.tools,
+        thoughts=thoughts,
     )
     return tuple(
         replace(first, request_id=f"{request_id}-{index}", sampling=replace(sampling, stream=index))
@@ -96,12 +104,12 @@ def sampling_params(asked: AnswerFields, engine: TextEngine) -> SamplingParams:
 def context_exceeded(
     engine: TextEngine, num_tokens: int | None = None, *, param: str = "messages"
 ) -> ApiError:
-    """The prompt leaves no room for an answer; clients recognise the wording."""
+    """The prompt leaves no room for an answer. Both halves of the wording are what clients look for."""
     counted = "more" if num_tokens is None else f"{num_tokens} tokens"
     what, have = ("messages", "have") if param == "messages" else (param.partition(".")[0], "has")
     message = (
         f"This model's maximum context length is {engine.max_positions} tokens, "
-        f"but the {what} {have} {counted}. Please reduce the length of the {what}."
+        f"but the prompt is too long: the {what} {have} {counted}. Please reduce the length of the {what}."
     )
     return ApiError(400, "context_length_exceeded", message, param=param)
 

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from app.api.messages import Lenient
 from app.engine.request import ModelState, ModelStatus
 from app.gateway import Gateway
+from app.keys import ANYONE
 
 
 class HealthReport(Lenient):
@@ -60,7 +61,8 @@ class Health:
         A model whose ends the first request will load counts as one that can.
         """
         asked = request.query_params.get("model")
-        known = {asked: self._gateway.model(asked)} if asked else {m.name: m for m in self._gateway.listed()}
+        listed = {known.name: known for known in self._gateway.listed(ANYONE)}
+        known = {asked: self._gateway.model(asked, ANYONE)} if asked else listed
         statuses = {name: model.status for name, model in known.items()}
         is_whole = bool(statuses) and all(status.can_answer for status in statuses.values())
         is_ready = is_whole and not (self._gateway.is_draining or self._gateway.is_loading)

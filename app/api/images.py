@@ -34,7 +34,7 @@ from app.api.image_protocol import (
 )
 from app.api.making import Making, route_of, timing_headers, timings_of
 from app.api.picture_links import PictureLinks, public_base
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import KEEPALIVE, EventStream, named_frame, until_disconnect
 from app.diffusion_metrics import DiffusionMeter
 from app.engine.diffusion.request import (
@@ -47,6 +47,7 @@ from app.engine.diffusion.request import (
     StepDone,
 )
 from app.gateway import Gateway
+from app.keys import Caller
 from app.media.pictures import encode_picture
 from slicing.diffusion.kinds import Kind
 
@@ -69,7 +70,7 @@ class Images:
         asked = parse_image(await read_json_object(request, self._limits))
         if asked.num_pictures > self._gateway.settings.max_requests:
             raise invalid("n", f"n is at most {self._gateway.settings.max_requests} here")
-        beginning = self._begin(asked, request_id_of(request.scope), arrived, tenant_of(request.scope))
+        beginning = self._begin(asked, request_id_of(request.scope), arrived, caller_of(request.scope))
         making = await until_disconnect(request.receive, beginning)
         if asked.stream:
             return EventStream(self._frames(asked, making), partial(self._gateway.failure, request.scope))
@@ -81,9 +82,9 @@ class Images:
         message = f"this is not built here: pictures begin from a prompt, at POST {PATH}"
         raise ApiError(404, "not_found", message)
 
-    async def _begin(self, asked: ImageRequest, request_id: str, arrived: float, tenant: bytes) -> Making:
+    async def _begin(self, asked: ImageRequest, request_id: str, arrived: float, caller: Caller) -> Making:
         settings, wishes = self._gateway.settings, asked.diffuse
-        engine = await self._gateway.ready_diffusion(asked.model, Kind.PICTURE)
+        engine = await self._gateway.ready_diffusion(asked.model, Kind.PICTURE, caller.key)
         common = asked.common(engine.defaults) | {"steps": asked.num_steps(engine.defaults)}
         seed = common.pop("seed")
         image_id = f"img_{secrets.token_hex(12)}"
@@ -96,7 +97,7 @@ class Images:
                 previews=asked.partial_images or 0,
                 deadline_s=settings.request_timeout_s or None,
                 route=settings.route if wishes is None else wishes.over(settings.route),
-                tenant=tenant,
+                tenant=caller.tenant,
                 **asked.pixels(engine.defaults, settings.max_pixels),
                 **common,
             )
@@ -104,7 +105,7 @@ class Images:
         ]
         await asyncio.to_thread(engine.check, planned[0])
         meter = DiffusionMeter(self._gateway.metrics, model=engine.model_name, endpoint=PATH, arrived=arrived)
-        return Making(self._gateway, engine, planned, meter, request_id)
+        return Making(self._gateway, engine, planned, meter, request_id, caller)
 
     async def _whole(self, asked: ImageRequest, making: Making, base: str) -> Response:
         """Wait for every picture and return the answer as one document."""
@@ -118,15 +119,15 @@ class Images:
                 writing.note(index, event)
                 if isinstance(event, Made):
                     content = await writing.encoded(event)
-                    items[index] = self._item(asked, content, event.seed, base)
+                    items[index] = await self._item(asked, content, event.seed, base)
         answer = writing.answer([items[index] for index in sorted(items)])
         headers = timing_headers(writing.ends[0].timings)
         body = answer.model_dump_json(exclude_none=True)
         return Response(body, media_type="application/json", headers=headers)
 
-    def _item(self, asked: ImageRequest, content: bytes, seed: int, base: str) -> ImageItem:
+    async def _item(self, asked: ImageRequest, content: bytes, seed: int, base: str) -> ImageItem:
         if asked.response_format == "url":
-            return ImageItem(url=base + self._links.keep(content, asked.format), seed=seed)
+            return ImageItem(url=base + await self._links.keep(content, asked.format), seed=seed)
         return ImageItem(b64_json=base64.b64encode(content).decode(), seed=seed)
 
     async def _frames(self, asked: ImageRequest, making: Making) -> AsyncGenerator[bytes, None]:

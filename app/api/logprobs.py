@@ -44,7 +44,12 @@ class LogprobsWriter:
     def __init__(self, tokenizer: ChatTokenizer, request: GenerationRequest) -> None:
         self._tokenizer = tokenizer
         continued_ids = request.prompt_ids if request.continues_text else ()
-        self._aligner = TokenAligner(tokenizer.pieces(continued_ids), request.stop_token_ids)
+        thoughts = request.thoughts
+        if thoughts is not None and thoughts.is_raw:
+            thoughts = None  # then they are part of the text
+        shown = {token_id: tokenizer.name_of(token_id) for token_id in request.shown_ids}
+        pieces = tokenizer.pieces(continued_ids)
+        self._aligner = TokenAligner(pieces, request.stop_token_ids, thoughts, shown)
 
     def take(self, delta: TextDelta) -> list[TokenLogprob]:
         """Return the tokens that can be told with a delta's text."""

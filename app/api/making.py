@@ -5,7 +5,6 @@ Every request ends in exactly one way, counted once: finished, failed, or aborte
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -23,8 +22,7 @@ from app.engine.diffusion.request import (
 )
 from app.engine.request import RouteHop
 from app.gateway import Gateway
-
-log = logging.getLogger(__name__)
+from app.keys import Caller
 
 Item = tuple[int, DiffusionEvent] | None
 
@@ -38,6 +36,7 @@ class Making:
     requests: Sequence[DiffusionRequest] = field(repr=False)
     meter: DiffusionMeter
     request_id: str
+    caller: Caller
 
     def events(self, *, silence_s: float = float("inf")) -> AsyncGenerator[Item, None]:
         """Yield (index of the answer, event), and None whenever nothing came for `silence_s`."""
@@ -45,10 +44,11 @@ class Making:
             self.gateway,
             self.meter,
             (self.engine.generate(request) for request in self.requests),
+            caller=self.caller,
             num_answers=len(self.requests),
             silence_s=silence_s,
             count=lambda _, event: self.meter.count(event),
-            tell=self._tell,
+            counts={"answers": len(self.requests), "steps": self.requests[0].steps or 0},
             record=self.gateway.records.begin(
                 self.request_id,
                 answer_id=self.requests[0].request_id,
@@ -65,11 +65,6 @@ class Making:
                 match item:
                     case (index, Made() as made):
                         yield index, made
-
-    def _tell(self, outcome: str) -> None:
-        name, num, steps = self.engine.model_name, len(self.requests), self.requests[0].steps
-        each = f" of {steps} steps" if steps else ""
-        log.info("request %s: %s of %s, %d answers%s", self.request_id, outcome, name, num, each)
 
 
 class HopField(Lenient):

@@ -5,19 +5,19 @@ Plain, because Starlette's function middleware hides the client's leaving from w
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import page, picture_links
 from app.api.errors import ApiError, is_client_gone
-from app.api.scope import REQUEST_ID, TENANT
+from app.api.scope import CALLER, EXTRA_HEADERS, REQUEST_ID, TENANT
 from app.gateway import Gateway
+from app.keys import ApiKey, KeyRing, digest_of
+from app.request_notes import begin_notes
 from app.settings import is_loopback_host, parse_ip
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -27,7 +27,10 @@ METRICS_PATH = "/metrics"
 
 
 class RequestIds:
-    """Gives every request an id, the client's own where it is harmless, and puts it on the response."""
+    """Gives every request an id, the client's own where it is harmless, and puts it on the response.
+
+    So does it with headers that were noted on the way in, which errors must have too.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -39,10 +42,13 @@ class RequestIds:
         told = Headers(scope=scope).get("x-request-id", "")
         request_id = told if SAFE_ID.fullmatch(told) else f"req_{secrets.token_hex(12)}"
         scope[REQUEST_ID] = request_id
+        begin_notes(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers.update(scope.get(EXTRA_HEADERS, {}))
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -124,15 +130,20 @@ class ApiKeys:
     So do pictures under a URL, which is a secret of its own: a page shows them without the key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], *, metrics_are_open: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, *, metrics_are_open: bool) -> None:
         self._app = app
-        self._hashes = [_hash(key) for key in keys]
+        self._keys = keys
         self._open_paths = OPEN_PATHS | {METRICS_PATH} if metrics_are_open else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._hashes and not self._is_open(scope) and not self._knows(scope):
-            message = "missing or wrong API key: send it as `Authorization: Bearer KEY`"
-            raise ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
+        if scope["type"] == "http" and not self._keys.is_required:
+            scope[CALLER] = self._keys.anyone
+        elif scope["type"] == "http" and not self._is_open(scope):
+            key = self._key_of(scope)
+            if key is None:
+                message = "missing or wrong API key: send it as `Authorization: Bearer KEY`"
+                raise ApiError(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
+            scope[CALLER], scope[TENANT] = key, key.digest
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
@@ -141,19 +152,11 @@ class ApiKeys:
         is_open_file = is_file and scope["method"] in ("GET", "HEAD")
         return scope["method"] == "OPTIONS" or is_open_file or path in self._open_paths
 
-    def _knows(self, scope: Scope) -> bool:
+    def _key_of(self, scope: Scope) -> ApiKey | None:
         headers = Headers(scope=scope)
         scheme, _, told = headers.get("authorization", "").partition(" ")
         key = told.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        hashed = _hash(key)
-        scope[TENANT] = hashed
-        matches = [hmac.compare_digest(hashed, known) for known in self._hashes]  # all of them: constant time
-        return any(matches)
-
-
-def _hash(key: str) -> bytes:
-    """Keys are long and random, so a plain hash is enough to keep them out of memory dumps and to even lengths."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        return self._keys.find(digest_of(key))
 
 
 class PathAliases:

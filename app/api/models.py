@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.errors import ApiError, not_ready
 from app.api.messages import Lenient
+from app.api.scope import key_of
 from app.engine.request import KnownModel, Modality, ModelState
 from app.gateway import Gateway
 
@@ -61,17 +62,23 @@ class Models:
         self._gateway = gateway
 
     async def index(self, request: Request) -> Response:
-        """List the models; `status` says which can answer now. One that was found is listed while it has a route."""
-        data = [describe_model(known.name, known) for known in self._gateway.listed()]
+        """List the models that this key may use; `status` says which can answer now.
+
+        One that was found is listed while it has a route.
+        """
+        key = key_of(request.scope)
+        data = [describe_model(known.name, known) for known in self._gateway.listed(key)]
         unserved = [
-            UnservedModel(id=name, reason=reason) for name, reason in self._gateway.library.unserved().items()
+            UnservedModel(id=name, reason=reason)
+            for name, reason in self._gateway.library.unserved().items()
+            if key.may_use(name)
         ]
         return JSONResponse(ModelList(data=data, unserved=unserved).model_dump())
 
     async def retrieve(self, request: Request) -> Response:
         """Describe one model, under the id or alias that was asked for."""
         name = request.path_params["model"]
-        known = self._gateway.model(name)
+        known = self._gateway.model(name, key_of(request.scope))
         if not known.is_listed:
             why = not_ready(known.name, known.status)
             raise ApiError(

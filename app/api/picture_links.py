@@ -1,4 +1,4 @@
-"""Pictures that wait a while to be fetched under a URL of their own: in memory, within a bound, each for its time.
+"""Pictures that wait a while to be fetched under a URL of their own: within a bound, each for its time.
 
 Whoever knows the URL may fetch: it holds 192 random bits, so that a page can show a picture without the API key.
 """
@@ -7,65 +7,47 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
-from dataclasses import dataclass, field
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.errors import ApiError
 from app.media.pictures import PICTURE_TYPES, PictureFormat
+from app.state.state import Bound, State
 
 FOLDER = "/v1/images/content/"
 PATH = FOLDER + "{name}"
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?")
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]{1,64}){0,8}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    content: bytes = field(repr=False)
-    form: PictureFormat
-    until: float  # on time.monotonic
-
-
 class PictureLinks:
-    """What is kept, oldest first; the oldest makes room."""
+    """What is kept by all gateways that share a state, oldest first; the oldest makes room."""
 
-    def __init__(self, max_bytes: int, lifetime_s: float) -> None:
+    def __init__(self, state: State, max_bytes: int, lifetime_s: float) -> None:
         self._max_bytes = max_bytes
-        self._lifetime_s = lifetime_s
-        self._kept: dict[str, _Kept] = {}
-        self.size_bytes = 0
+        self._kept = state.shelf("pictures", Bound(max_bytes, lifetime_s, counts_bytes=True))
 
-    def keep(self, content: bytes, form: PictureFormat) -> str:
-        """Keep a picture and return its path. Raises `ApiError` 400 for one that never fits."""
+    async def keep(self, content: bytes, form: PictureFormat) -> str:
+        """Keep a picture and return its path. Raises `ApiError` 400 for one that never fits, StateError."""
         if len(content) > self._max_bytes:
             message = "this gateway keeps no pictures of that size: ask for b64_json"
             raise ApiError(400, "invalid_value", message, param="response_format")
         name = f"{secrets.token_urlsafe(24)}.{form}"
-        self._kept[name] = _Kept(content, form, time.monotonic() + self._lifetime_s)
-        self.size_bytes += len(content)
-        self._drop_old()
+        await self._kept.put(name, content)
         return FOLDER + name
 
     async def fetch(self, request: Request) -> Response:
         """`GET`: the picture, or 404 once its time is over."""
-        self._drop_old()
-        kept = self._kept.get(request.path_params["name"])
+        name = request.path_params["name"]
+        form = cast("PictureFormat", name.rpartition(".")[2])
+        kept = await self._kept.get(name) if NAME.fullmatch(name) and form in PICTURE_TYPES else None
         if kept is None:
             raise ApiError(404, "not_found", "no such picture, or its time is over")
-        headers = {"cache-control": f"private, max-age={max(0, int(kept.until - time.monotonic()))}"}
-        return Response(kept.content, media_type=PICTURE_TYPES[kept.form], headers=headers)
-
-    def _drop_old(self) -> None:
-        now = time.monotonic()
-        while self._kept:
-            name, oldest = next(iter(self._kept.items()))
-            if oldest.until > now and self.size_bytes <= self._max_bytes:
-                return
-            del self._kept[name]
-            self.size_bytes -= len(oldest.content)
+        headers = {"cache-control": f"private, max-age={int(kept.seconds_left)}"}
+        return Response(kept.value, media_type=PICTURE_TYPES[form], headers=headers)
 
 
 def public_base(request: Request) -> str:

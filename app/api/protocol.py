@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from app.api.errors import from_validation, invalid, unsupported
+from app.api.errors import ApiError, from_validation, invalid, unsupported
+from app.api.legacy_functions import in_functions, in_tools, uses_functions
 from app.api.messages import Lenient, Messages, continues_last, refuse, refuse_order
 from app.api.routing_field import RoutingField
 from app.api.tool_fields import FormFields
@@ -26,7 +27,6 @@ MAX_NAME = 256  # characters of a model's name
 
 # Extensions of other servers that would change the answer, each with the values that ask for nothing.
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],),
     "audio": (),
     "web_search_options": (),
     "moderation": (),
@@ -54,6 +54,11 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "repeat_penalty": (1,),
     "chat_template": (),
     "documents": ([],),
+    "reasoning": (),
+    "thinking": (),
+    "enable_thinking": (),
+    "thinking_budget": (),
+    "thinking_token_budget": (),
     "add_generation_prompt": (True,),
     "truncate_prompt_tokens": (),
     "mm_processor_kwargs": ({},),
@@ -168,6 +173,8 @@ class ChatRequest(AnswerFields, FormFields):
 
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning_format: Literal["auto", "none"] | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Flag] | None, Field(max_length=MAX_VARIABLES)] = None
 
     @field_validator("chat_template_kwargs")
@@ -186,6 +193,11 @@ class ChatRequest(AnswerFields, FormFields):
         return self
 
     @property
+    def says_functions(self) -> bool:
+        """Whether calls are told in the old words."""
+        return False
+
+    @property
     def ends_with_assistant(self) -> bool:
         return continues_last(self.messages)
 
@@ -193,6 +205,13 @@ class ChatRequest(AnswerFields, FormFields):
     def continues_text(self) -> bool:
         """The answer carries on the last message, instead of being a new one."""
         return self.ends_with_assistant and self.continue_final_message is not False
+
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer carries on; None where it is a new one."""
+        if not self.continues_text:
+            return None
+        return "\n".join(part.text or "" for part in self.messages[-1].content or ())
 
     @property
     def num_logprobs(self) -> int | None:
@@ -209,15 +228,34 @@ class ChatRequest(AnswerFields, FormFields):
         effort = self.reasoning_effort
         tools = [tool.for_template() for tool in self.offered]
         own: dict[str, Any] = {"tools": tools} if tools else {}
-        own |= {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        if effort is not None:
+            thinks = effort != "none"  # under the names that templates have for it
+            own |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return own | (self.chat_template_kwargs or {})
+
+
+class FunctionsRequest(ChatRequest):
+    """A request that said `functions` for tools: its answer says `function_call`."""
+
+    @property
+    def says_functions(self) -> bool:
+        return True
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Validate a request body. Raises `ApiError` 400 that names the first wrong field."""
     refuse_not_built(body)
+    if not uses_functions(body):
+        return _valid(ChatRequest, body)
     try:
-        return ChatRequest.model_validate(body)
+        return _valid(FunctionsRequest, in_tools(body))
+    except ApiError as failure:
+        raise in_functions(failure) from None
+
+
+def _valid(kind: type[ChatRequest], body: Mapping[str, Any]) -> ChatRequest:
+    try:
+        return kind.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from None
 
@@ -226,10 +264,6 @@ def refuse_not_built(body: Mapping[str, Any]) -> None:
     """Refuse fields that would change the answer and that nothing here honours."""
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs")
-    if body.get("function_call") not in (None, "none", "auto"):
-        raise unsupported("function_call", "'function_call' is not supported: use 'tools' and 'tool_choice'")
-    if body.get("functions"):
-        raise unsupported("functions", "'functions' is not supported: use 'tools'")
     if any(kind != "text" for kind in _list(body.get("modalities"))):
         raise unsupported("modalities", "this model answers in text only")
     for name, neutral in NOT_BUILT.items():

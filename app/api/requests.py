@@ -12,7 +12,7 @@ from app.api.messages import Lenient
 from app.api.scope import tenant_of
 from app.engine.request import HopUse, RouteHop
 from app.gateway import Gateway
-from app.records import EndedAnswer, RequestRecord, State
+from app.records import EndedAnswer, RequestRecord, Stage
 
 PATH = "/v1/requests/{id}"
 PARTS = ("compute_s", "network_s", "crypto_s", "queue_s", "local_s")
@@ -56,7 +56,7 @@ class RequestReport(Lenient):
     model: str
     endpoint: str
     created: int
-    status: State
+    status: Stage
     error: str | None
     took_s: float | None
     answers: list[AnswerRecord]
@@ -71,9 +71,9 @@ class Requests:
     async def retrieve(self, request: Request) -> Response:
         """Tell of one request, by its `X-Request-Id` or its answer's id. A key sees its own only."""
         some_id = request.path_params["id"]
-        record = self._gateway.records.find(some_id, tenant_of(request.scope))
+        record = await self._gateway.records.find(some_id, tenant_of(request.scope))
         if record is None:
-            message = "no such request of this key is remembered: the last ones are, until this gateway ends"
+            message = "no such request of this key is remembered: the last ones are, for a day"
             raise ApiError(404, "not_found", message, param="id")
         return JSONResponse(report_of(record).model_dump(mode="json"))
 

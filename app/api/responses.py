@@ -17,10 +17,12 @@ from starlette.responses import Response
 from app.api.answering import Answering, timing_headers
 from app.api.body import BodyLimits, read_json_object
 from app.api.chat import ChatCompletions
+from app.api.compat import PASSED_FIELDS, ignored_params
 from app.api.errors import ApiError, is_client_gone
-from app.api.responses_protocol import AskedResponse
+from app.api.protocol import ChatRequest
+from app.api.responses_protocol import AskedResponse, ResponsesRequest
 from app.api.responses_reply import ResponseReply
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import KEEPALIVE, EventStream, named_frame, until_disconnect
 from app.gateway import Gateway
 
@@ -38,12 +40,14 @@ class Responses:
     async def create(self, request: Request) -> Response:
         """Answer. Streams when the body says `"stream": true`."""
         arrived = time.perf_counter()
-        asked = AskedResponse(await read_json_object(request, self._limits))
+        asked_for = await read_json_object(request, self._limits)
+        asked = AskedResponse(asked_for)
+        ignored = ignored_params(asked_for, ResponsesRequest, ChatRequest, passed=PASSED_FIELDS)
         beginning = self._chats.begin(
             asked.chat,
             request_id_of(request.scope),
             arrived,
-            tenant_of(request.scope),
+            caller_of(request.scope),
             endpoint=PATH,
             id_prefix="resp_",
         )
@@ -53,10 +57,10 @@ class Responses:
         reply = ResponseReply(chat.id, chat.created, asked.request, answering.requests[0].sampling)
         failure = partial(self._gateway.failure, request.scope)
         if asked.request.stream:
-            return EventStream(frames(answering, asked, reply, failure), failure)
+            return EventStream(frames(answering, asked, reply, failure), failure, ignored)
         with asked.renaming():
             completion = await until_disconnect(request.receive, answering.completion())
-        headers = timing_headers(completion.timings)
+        headers = {**ignored, **timing_headers(completion.timings)}
         body = reply.whole(completion).model_dump_json()
         return Response(body, media_type="application/json", headers=headers)
 

@@ -9,9 +9,11 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.errors import ApiError, not_ready
 from app.api.messages import Lenient
+from app.api.scope import key_of
 from app.engine.planned import PlannedHop, RoutePlan
 from app.engine.request import KnownModel, ModelState
 from app.gateway import Gateway
+from app.keys import ApiKey
 
 PATH = "/v1/route"
 
@@ -86,16 +88,17 @@ class RoutePlans:
 
     async def retrieve(self, request: Request) -> Response:
         """Plan a route as a request without wishes would, and tell it; nothing is opened or kept."""
-        asked = request.query_params.get("model") or self._first()
-        known = self._gateway.model(asked)
+        key = key_of(request.scope)
+        asked = request.query_params.get("model") or self._first(key)
+        known = self._gateway.model(asked, key)
         if known.status.state in ("partial", "failed"):
             raise not_ready(known.name, known.status)
         plan = self._gateway.library.plan(known.name, self._gateway.settings.route)
         return JSONResponse(report_of(asked, known, plan).model_dump(mode="json"))
 
-    def _first(self) -> str:
+    def _first(self, key: ApiKey) -> str:
         """The first listed model, one that can answer before others. Raises `ApiError` 404."""
-        found = self._gateway.listed()
+        found = self._gateway.listed(key)
         if not found:
             raise ApiError(404, "model_not_found", "no model is served here now", param="model")
         return min(found, key=lambda known: not known.status.can_answer).name

@@ -26,12 +26,13 @@ from app.api.errors import unsupported
 from app.api.making import Making, timing_headers
 from app.api.messages import Lenient, refuse
 from app.api.protocol import Number
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import KEEPALIVE, EventStream, named_frame, until_disconnect
 from app.diffusion_metrics import DiffusionMeter, SongMeter
 from app.engine.diffusion.request import DiffusionRequest, Made, PatchVerdict, Started, StepDone
 from app.engine.request import RequestError
 from app.gateway import Gateway
+from app.keys import Caller
 from app.media.sound import SOUND_TYPES, SoundFormat, encode_sound
 from slicing.diffusion.kinds import Kind
 
@@ -161,15 +162,15 @@ class Speech:
         """Make a sound. Sends events when the body says `"stream_format": "sse"`."""
         arrived = time.perf_counter()
         asked = parse_speech(await read_json_object(request, self._limits))
-        beginning = self._begin(asked, request_id_of(request.scope), arrived, tenant_of(request.scope))
+        beginning = self._begin(asked, request_id_of(request.scope), arrived, caller_of(request.scope))
         making = await until_disconnect(request.receive, beginning)
         if asked.stream_format == "sse":
             return EventStream(self._frames(asked, making), partial(self._gateway.failure, request.scope))
         return await until_disconnect(request.receive, self._whole(asked, making))
 
-    async def _begin(self, asked: SpeechRequest, request_id: str, arrived: float, tenant: bytes) -> Making:
+    async def _begin(self, asked: SpeechRequest, request_id: str, arrived: float, caller: Caller) -> Making:
         settings, wishes = self._gateway.settings, asked.diffuse
-        engine = await self._gateway.ready_diffusion(asked.model, Kind.AUDIO)
+        engine = await self._gateway.ready_diffusion(asked.model, Kind.AUDIO, caller.key)
         planned = DiffusionRequest(
             request_id=f"sound_{secrets.token_hex(12)}",
             model=engine.model_name,
@@ -177,7 +178,7 @@ class Speech:
             seconds=asked.length_s,
             deadline_s=settings.request_timeout_s or None,
             route=settings.route if wishes is None else wishes.over(settings.route),
-            tenant=tenant,
+            tenant=caller.tenant,
             temperature=asked.temperature,
             top_k=asked.top_k,
             top_p=asked.top_p,
@@ -187,7 +188,7 @@ class Speech:
             await asyncio.to_thread(engine.check, planned)
         new_meter = SongMeter if engine.defaults.draws_tokens else DiffusionMeter
         meter = new_meter(self._gateway.metrics, model=engine.model_name, endpoint=PATH, arrived=arrived)
-        return Making(self._gateway, engine, (planned,), meter, request_id)
+        return Making(self._gateway, engine, (planned,), meter, request_id, caller)
 
     async def _whole(self, asked: SpeechRequest, making: Making) -> Response:
         """Wait for the sound, then send its file in pieces."""

@@ -25,12 +25,15 @@ KEEPALIVE = b": keep-alive\n\n"
 STALLED_CLIENT_S = (
     300.0  # a client that reads nothing for so long is gone; its answer holds memory on every node
 )
+ENCODER = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":")
+)  # made once: there is a frame for each token
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def frame(chunk: Mapping[str, Any]) -> bytes:
     """Encode one chunk as one frame."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + ENCODER.encode(chunk).encode() + b"\n\n"
 
 
 def named_frame(name: str, event: Mapping[str, Any]) -> bytes:
@@ -49,9 +52,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], translate: Callable[[Exception], ApiError]
+        self,
+        frames: AsyncGenerator[bytes, None],
+        translate: Callable[[Exception], ApiError],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(headers=STREAM_HEADERS, media_type="text/event-stream")
+        super().__init__(headers={**STREAM_HEADERS, **(headers or {})}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._frames = frames
         self._translate = translate

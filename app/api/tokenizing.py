@@ -19,8 +19,10 @@ from app.api.generation import prompt_tokens
 from app.api.media_parts import intake_of
 from app.api.messages import Lenient
 from app.api.protocol import MAX_NAME, ChatRequest, parse_chat
+from app.api.scope import key_of
 from app.engine.request import TextEngine
 from app.gateway import CHAT_KINDS, Gateway
+from app.keys import ApiKey
 
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"
@@ -63,7 +65,7 @@ class Detokenized(Lenient):
     prompt: str
 
 
-class InputTokens(Lenient):
+class InputTokenCount(Lenient):
     """How many tokens a chat's prompt has."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -80,11 +82,12 @@ class Tokenizing:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text, or of a chat's prompt."""
+        key = key_of(request.scope)
         body = await read_json_object(request, self._limits)
         if body.get("messages") is not None:
-            return await self._tokenize_chat(body)
+            return await self._tokenize_chat(body, key)
         asked = _parsed(TokenizeRequest, body)
-        engine = await self._engine(asked.model)
+        engine = await self._engine(asked.model, key)
         tokenizer = engine.tokenizer
         encode: Callable[[str], list[int]] = tokenizer.encode_whole
         if asked.add_special_tokens is False:
@@ -95,7 +98,7 @@ class Tokenizing:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         asked = _parsed(DetokenizeRequest, await read_json_object(request, self._limits))
-        engine = await self._engine(asked.model)
+        engine = await self._engine(asked.model, key_of(request.scope))
         if asked.tokens and max(asked.tokens) >= engine.vocab_size:
             raise invalid("tokens", f"a token lies outside the vocabulary of {engine.vocab_size}")
         text = await asyncio.to_thread(engine.tokenizer.decode_all, asked.tokens)
@@ -104,19 +107,19 @@ class Tokenizing:
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a chat request's prompt."""
         asked = parse_chat(await read_json_object(request, self._limits))
-        _, ids = await self._read(asked)
-        return _written(InputTokens(input_tokens=len(ids)))
+        _, ids = await self._read(asked, key_of(request.scope))
+        return _written(InputTokenCount(input_tokens=len(ids)))
 
-    async def _tokenize_chat(self, body: dict[str, Any]) -> Response:
+    async def _tokenize_chat(self, body: dict[str, Any], key: ApiKey) -> Response:
         if body.get("prompt") is not None:
             raise invalid("prompt", "give a prompt or messages, not both")
         if body.get("add_generation_prompt") is False:
             raise invalid("add_generation_prompt", "a chat's prompt ends where the answer begins")
-        engine, ids = await self._read(parse_chat(body))
+        engine, ids = await self._read(parse_chat(body), key)
         return _written(_tokenized(engine, ids, with_names=body.get("return_token_strs") is True))
 
-    async def _read(self, asked: ChatRequest) -> tuple[TextEngine, list[int]]:
-        engine = await self._engine(asked.model)
+    async def _read(self, asked: ChatRequest, key: ApiKey) -> tuple[TextEngine, list[int]]:
+        engine = await self._engine(asked.model, key)
         ids = await prompt_tokens(
             asked.messages,
             engine,
@@ -126,8 +129,8 @@ class Tokenizing:
         )
         return engine, list(ids)
 
-    async def _engine(self, asked: str | None) -> TextEngine:
-        return cast("TextEngine", await self._gateway.opened(asked, CHAT_KINDS))
+    async def _engine(self, asked: str | None, key: ApiKey) -> TextEngine:
+        return cast("TextEngine", await self._gateway.opened(asked, CHAT_KINDS, key))
 
 
 def _parsed(kind: type[Parsed], body: dict[str, Any]) -> Parsed:

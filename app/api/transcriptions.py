@@ -5,7 +5,6 @@ The journey of a request, read downwards: parse the form, find the engine, decod
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -23,7 +22,7 @@ from app.api.body import BodyLimits
 from app.api.errors import invalid
 from app.api.multipart import read_fields
 from app.api.recordings import Recordings
-from app.api.scope import request_id_of, tenant_of
+from app.api.scope import caller_of, request_id_of
 from app.api.sse import KEEPALIVE, EventStream, named_frame, until_disconnect
 from app.api.transcription_protocol import (
     FORM_TYPES,
@@ -39,10 +38,9 @@ from app.api.transcription_protocol import (
 from app.engine.request import RequestError
 from app.engine.speech import SpeechEngine, Task, Transcribed, TranscriptionRequest, WindowDone
 from app.gateway import Gateway
+from app.keys import Caller
 from app.media.subtitles import SUBRIP_TYPE, WEBVTT_TYPE, subrip, webvtt
 from app.speech_metrics import SpeechMeter
-
-log = logging.getLogger(__name__)
 
 PATH = "/v1/audio/transcriptions"
 TRANSLATIONS_PATH = "/v1/audio/translations"
@@ -62,6 +60,7 @@ class _Listening:
     planned: TranscriptionRequest
     meter: SpeechMeter
     request_id: str
+    caller: Caller
     has_spoken: bool = False
 
 
@@ -97,8 +96,8 @@ class Transcriptions:
     async def _begin(
         self, request: Request, asked: TranscriptionFields, content: bytes, task: Task, arrived: float
     ) -> _Listening:
-        settings, wishes = self._gateway.settings, asked.diffuse
-        engine = cast("SpeechEngine", await self._gateway.ready(asked.model, KINDS))
+        settings, wishes, caller = self._gateway.settings, asked.diffuse, caller_of(request.scope)
+        engine = cast("SpeechEngine", await self._gateway.ready(asked.model, KINDS, caller.key))
         language = _language(asked.language, engine)
         if task == "translate" and not engine.is_multilingual:
             message = (
@@ -122,11 +121,11 @@ class Transcriptions:
             wants_times=asked.wants_times,
             deadline_s=settings.request_timeout_s or None,
             route=settings.route if wishes is None else wishes.over(settings.route),
-            tenant=tenant_of(request.scope),
+            tenant=caller.tenant,
         )
         path = PATH if task == "transcribe" else TRANSLATIONS_PATH
         meter = SpeechMeter(self._gateway.metrics, model=engine.model_name, endpoint=path, arrived=arrived)
-        return _Listening(engine, planned, meter, request_id_of(request.scope))
+        return _Listening(engine, planned, meter, request_id_of(request.scope), caller)
 
     async def _whole(self, asked: TranscriptionFields, listening: _Listening) -> Response:
         """Wait for the end, then answer as it was asked for."""
@@ -166,10 +165,11 @@ class Transcriptions:
                 self._gateway,
                 listening.meter,
                 (listening.engine.transcribe(listening.planned),),
+                caller=listening.caller,
                 num_answers=1,
                 silence_s=silence_s,
                 count=lambda _, event: listening.meter.count(event),
-                tell=partial(_tell, listening),
+                counts={"recording_s": round(len(listening.planned.samples) / listening.engine.rate, 1)},
                 record=self._gateway.records.begin(
                     listening.request_id,
                     answer_id=listening.planned.request_id,
@@ -245,9 +245,3 @@ def _told(asked: TranscriptionFields, window: WindowDone, listening: _Listening)
 
 def _frame(event: TranscriptionEvent) -> bytes:
     return named_frame(event.type, event.model_dump(mode="json", exclude_none=True))
-
-
-def _tell(listening: _Listening, outcome: str) -> None:
-    seconds = len(listening.planned.samples) / listening.engine.rate
-    name = listening.engine.model_name
-    log.info("request %s: %s %s, a recording of %.1f s", listening.request_id, outcome, name, seconds)

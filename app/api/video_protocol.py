@@ -12,7 +12,7 @@ from app.api.messages import Lenient, refuse
 from app.api.multipart import FieldTypes
 from app.engine.diffusion.request import DiffusionDefaults, DiffusionRequest
 from app.jobs.job import Job, JobStatus, length_text
-from app.jobs.runner import Progress
+from app.jobs.progress import Progress
 
 MAX_FRAMES = 100_000
 MAX_SECONDS = 3600
@@ -127,7 +127,7 @@ def describe_job(job: Job, progress: Progress | None = None) -> VideoJob:
         id=job.id,
         model=job.model,
         status=job.status,
-        progress=job.progress,
+        progress=progress.percent if progress else job.progress,
         created_at=int(job.created),
         completed_at=_whole(job.completed),
         expires_at=_whole(job.expires),

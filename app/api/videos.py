@@ -6,7 +6,6 @@ The journey of a job: `create` here, then `app.jobs.runner`, then `content`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -21,12 +20,11 @@ from app.api.diffusion_protocol import size_text
 from app.api.errors import ApiError, invalid
 from app.api.file_answer import file_answer
 from app.api.multipart import read_fields
-from app.api.scope import tenant_of
+from app.api.scope import key_of, tenant_of
 from app.api.sse import DONE, KEEPALIVE, EventStream, frame, until_disconnect
 from app.api.video_protocol import (
     FORM_TYPES,
     VideoDeleted,
-    VideoJob,
     VideoRequest,
     describe_job,
     list_of,
@@ -36,9 +34,13 @@ from app.api.video_protocol import (
 from app.engine.diffusion.request import DiffusionRequest
 from app.engine.merge import merge
 from app.gateway import Gateway
+from app.jobs.film_files import FILM, SHEET, THUMBNAIL
 from app.jobs.job import Job, new_id
-from app.jobs.runner import FILM, PREVIEWS, SHEET, THUMBNAIL, JobRunner
+from app.jobs.progress import Progress
+from app.jobs.runner import PREVIEWS, JobRunner
+from app.keys import ApiKey
 from app.media.film import FILM_TYPE
+from app.records import owner_of
 from slicing.diffusion.kinds import Kind
 
 PATH = "/v1/videos"
@@ -58,7 +60,6 @@ POLL_HEADER = "openai-poll-after-ms"
 POLL_MS = (500, 10_000)  # at most and at least so often; a step's time in between
 QUEUED_POLL_MS = 2000
 NOT_READY_RETRY_S = 5
-OWNER_BYTES = 16
 
 FILES: Final[dict[str, tuple[str, str]]] = {
     "video": (FILM, FILM_TYPE),
@@ -79,10 +80,10 @@ class Videos:
         """Take a job; JSON and multipart forms are alike."""
         asked = parse_video(await read_fields(request, self._limits, FORM_TYPES))
         await self._runner.ready()
-        planning = self._plan(asked, tenant_of(request.scope))
+        planning = self._plan(asked, key_of(request.scope))
         job, planned = await until_disconnect(request.receive, planning)
         await self._runner.submit(job, planned)  # from here on it is a job, whether its client stays or not
-        return self._answer(job)
+        return await self._answer(job)
 
     async def index(self, request: Request) -> Response:
         """List the jobs of this key, newest first unless `order` says otherwise."""
@@ -91,17 +92,18 @@ class Videos:
         limit = _limit(query.get("limit"))
         order = _order(query.get("order"))
         try:
-            jobs, has_more = self._runner.store.page(
+            jobs, has_more = await self._runner.store.page(
                 _owner(request), limit=limit, after=query.get("after") or None, order=order
             )
         except KeyError:
             raise invalid("after", "after names no job of yours") from None
-        page = list_of([self._described(job) for job in jobs], has_more=has_more)
+        told = [describe_job(job, await self._runner.progress(job)) for job in jobs]
+        page = list_of(told, has_more=has_more)
         return JSONResponse(page.model_dump(mode="json"))
 
     async def retrieve(self, request: Request) -> Response:
         """Say how a job stands, and when to look again."""
-        return self._answer(await self._job(request))
+        return await self._answer(await self._job(request))
 
     async def content(self, request: Request) -> Response:
         """Send a job's video, a picture of it, or a sheet of its frames; `Range` works."""
@@ -111,21 +113,21 @@ class Videos:
             raise invalid("variant", "variant is video, thumbnail or spritesheet")
         name, media_type = FILES[variant]
         if job.status != "completed":
-            return self._early(job, variant)
-        path = self._runner.store.file(job.id, name)
-        if path is None:
+            return await self._early(job, variant)
+        file = await self._runner.store.file(job.id, name)
+        if file is None:
             raise ApiError(404, "not_found", "there is no such file any more")
-        return await file_answer(request, path, media_type, f"{job.id}-{variant}")
+        return await file_answer(request, file, media_type, f"{job.id}-{variant}")
 
     async def events(self, request: Request) -> Response:
         """Send the job as it stands, and again whenever that changes, until it is over."""
         job = await self._job(request)
-        return EventStream(self._frames(job.id), partial(self._gateway.failure, request.scope))
+        return EventStream(self._frames(job), partial(self._gateway.failure, request.scope))
 
     async def delete(self, request: Request) -> Response:
         """Cancel a job that waits or runs, and forget it with all its files."""
         job = await self._job(request)
-        await self._runner.remove(job.id)
+        await self._runner.remove(job)
         return JSONResponse(VideoDeleted(id=job.id).model_dump())
 
     async def not_built(self, request: Request) -> Response:
@@ -134,9 +136,9 @@ class Videos:
             404, "not_found", f"this is not built here: videos begin from a prompt, at POST {PATH}"
         )
 
-    async def _plan(self, asked: VideoRequest, tenant: bytes) -> tuple[Job, DiffusionRequest]:
+    async def _plan(self, asked: VideoRequest, key: ApiKey) -> tuple[Job, DiffusionRequest]:
         settings, wishes = self._gateway.settings, asked.diffuse
-        engine = await self._gateway.ready_diffusion(asked.model, Kind.VIDEO)
+        engine = await self._gateway.ready_diffusion(asked.model, Kind.VIDEO, key)
         job_id = new_id()
         request = DiffusionRequest(
             request_id=job_id,
@@ -146,14 +148,14 @@ class Videos:
             seconds=asked.seconds,
             previews=PREVIEWS,
             route=settings.route if wishes is None else wishes.over(settings.route),
-            tenant=tenant,
+            tenant=key.digest,
             **asked.pixels(engine.defaults, settings.max_pixels),
             **asked.common(engine.defaults),
         )
         await asyncio.to_thread(engine.check, request)
         job = Job(
             id=job_id,
-            owner=_digest(tenant),
+            owner=owner_of(key.digest),
             model=asked.model or engine.model_name,
             prompt=asked.prompt,
             size=size_text(request, engine.defaults),
@@ -165,14 +167,14 @@ class Videos:
 
     async def _job(self, request: Request) -> Job:
         await self._runner.ready()
-        job = self._runner.store.get(request.path_params["id"], _owner(request))
+        job = await self._runner.store.get(request.path_params["id"], _owner(request))
         if job is None:
             _refuse_unknown()
         return job
 
-    def _early(self, job: Job, variant: str) -> Response:
+    async def _early(self, job: Job, variant: str) -> Response:
         """What can be had of a job that is not completed: an early look, from a preview."""
-        progress = self._runner.progress(job.id)
+        progress = await self._runner.progress(job)
         if variant == "thumbnail" and progress is not None and progress.thumbnail:
             headers = {"cache-control": "no-store"}
             return Response(progress.thumbnail, media_type="image/webp", headers=headers)
@@ -182,34 +184,32 @@ class Videos:
         headers = {"retry-after": str(NOT_READY_RETRY_S), "x-should-retry": "false"}
         raise ApiError(409, "video_not_ready", message, headers=headers)
 
-    async def _frames(self, job_id: str) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, job: Job) -> AsyncGenerator[bytes, None]:
         pulse = Pulse(self._gateway.settings.keepalive_s, float("inf"))
-        changes = [self._runner.changes(job_id)]
+        changes = [self._runner.changes(job)]
         merging = merge(changes, silence_s=pulse.tick_s, stop=self._gateway.stop)
         async with aclosing(merging) as jobs:
             async for item in jobs:
                 if item is not None:
-                    yield frame(self._described(item[1]).model_dump(mode="json"))
+                    yield frame(describe_job(*item[1]).model_dump(mode="json"))
                     pulse.note_chunk()
                 elif pulse.is_due:
                     yield KEEPALIVE
                     pulse.note_comment()
         yield DONE
 
-    def _answer(self, job: Job) -> Response:
-        headers = {} if job.is_over else {POLL_HEADER: str(self._poll_ms(job))}
-        return JSONResponse(self._described(job).model_dump(mode="json"), headers=headers)
+    async def _answer(self, job: Job) -> Response:
+        progress = await self._runner.progress(job)
+        headers = {} if job.is_over else {POLL_HEADER: str(_poll_ms(job, progress))}
+        return JSONResponse(describe_job(job, progress).model_dump(mode="json"), headers=headers)
 
-    def _described(self, job: Job) -> VideoJob:
-        return describe_job(job, None if job.is_over else self._runner.progress(job.id))
 
-    def _poll_ms(self, job: Job) -> int:
-        """When it is worth asking again: after about a step."""
-        progress = self._runner.progress(job.id)
-        if job.status == "queued" or progress is None:
-            return QUEUED_POLL_MS
-        least, most = POLL_MS
-        return min(most, max(least, round(progress.seconds_per_step * 1000)))
+def _poll_ms(job: Job, progress: Progress | None) -> int:
+    """When it is worth asking again: after about a step."""
+    if job.status == "queued" or progress is None:
+        return QUEUED_POLL_MS
+    least, most = POLL_MS
+    return min(most, max(least, round(progress.seconds_per_step * 1000)))
 
 
 def _limit(text: str | None) -> int:
@@ -228,16 +228,7 @@ def _order(text: str | None) -> Literal["asc", "desc"]:
 
 
 def _owner(request: Request) -> str:
-    return _digest(tenant_of(request.scope))
-
-
-def _digest(tenant: bytes) -> str:
-    """Whose a job is, as the disk may know it: nothing that leads back to a key."""
-    return (
-        hashlib.blake2b(tenant, digest_size=OWNER_BYTES, person=b"diffuse.videos").hexdigest()
-        if tenant
-        else ""
-    )
+    return owner_of(tenant_of(request.scope))
 
 
 def _refuse_unknown() -> NoReturn:

@@ -65,6 +65,7 @@ class LibrarySettings:
     opens_any: bool = False
     ends: EndsSettings = field(default_factory=EndsSettings)
     excluded: frozenset[NodeId] = frozenset()  # nodes that no answer ever uses
+    queue_s: float = 0.0  # how long a request may wait until it uses the engine that it asked for
 
     @property
     def finds(self) -> bool:
@@ -275,13 +276,12 @@ class NetworkLibrary:
         found = [model for model in self._models.values() if not model.is_named]
         if sum(model.engine is not None or model.is_opening for model in found) < MAX_OPEN:
             return
-        idle = [model for model in found if model.engine is not None and _is_idle(model)]
+        idle = [model for model in found if model.engine is not None and self._is_idle(model)]
         if not idle:
             message = f"{MAX_OPEN} other models are in use, the most this gateway holds at once"
             raise ModelUnavailableError("overloaded", message, BUSY_RETRY_S)
         await min(idle, key=lambda model: model.last_used).close()
 
-
-def _is_idle(model: AnyModel) -> bool:
-    is_quiet = time.monotonic() - model.last_used > IDLE_S
-    return is_quiet and model.engine is not None and model.engine.num_running == 0
+    def _is_idle(self, model: AnyModel) -> bool:
+        is_quiet = time.monotonic() - model.last_used > IDLE_S + self._settings.queue_s
+        return is_quiet and model.engine is not None and model.engine.num_running == 0

@@ -6,8 +6,11 @@ Knows events only as things that come. Whoever stops reading, for whatever reaso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from math import inf
 from typing import TypeVar
+
+from app.engine.watch import NO_DEADLINES, Deadlines, Watch
 
 Event = TypeVar("Event")
 
@@ -22,24 +25,30 @@ async def merge(
     silence_s: float,
     stop: asyncio.Event,
     time_limit_s: float | None = None,
+    deadlines: Deadlines = NO_DEADLINES,
 ) -> AsyncGenerator[tuple[int, Event] | None, None]:
     """Yield (index of the generator, event) as events come, and None whenever nothing came for `silence_s`.
 
-    Raises what a generator raises, `StoppedError` once `stop` is set, and TimeoutError after `time_limit_s`.
+    Raises what a generator raises, `StoppedError` once `stop` is set, TimeoutError after `time_limit_s`, and
+    `LateError` once an answer is late by its `deadlines`.
     """
     loop = asyncio.get_running_loop()
-    ends_at = loop.time() + time_limit_s if time_limit_s else float("inf")
+    ends_at = loop.time() + time_limit_s if time_limit_s else inf
+    watches = [Watch(deadlines, loop.time()) for _ in generators]
     stopping = asyncio.create_task(stop.wait())
     pending = {asyncio.create_task(_next(generator)): index for index, generator in enumerate(generators)}
     try:
         while pending:
-            timeout_s = max(0.0, min(silence_s, ends_at - loop.time()))
+            late_at = min(watches[index].due_at for index in pending.values())
+            timeout_s = max(0.0, min(silence_s, min(ends_at, late_at) - loop.time()))
             watched = {stopping, *pending}
             await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 raise StoppedError
-            if loop.time() >= ends_at:
+            if (now := loop.time()) >= ends_at:
                 raise TimeoutError
+            if now >= late_at:
+                _check(watches, [index for task, index in pending.items() if not task.done()], now)
             done = sorted((task for task in pending if task.done()), key=pending.__getitem__)
             if not done:
                 yield None
@@ -47,12 +56,20 @@ async def merge(
                 event = task.result()
                 index = pending.pop(task)
                 if event is not None:  # the next one is made while this one is written
+                    watches[index].note(event, loop.time())
                     pending[asyncio.create_task(_next(generators[index]))] = index
                     yield index, event
     finally:
         await _end([stopping, *pending])
         for generator in generators:
             await generator.aclose()
+
+
+def _check(watches: Sequence[Watch], pending: Iterable[int], now: float) -> None:
+    """Raise `LateError` if one of those that are pending is late."""
+    for index in pending:
+        if now >= watches[index].due_at:
+            raise watches[index].error()
 
 
 async def _next(generator: AsyncGenerator[Event, None]) -> Event | None:

@@ -15,6 +15,7 @@ from routing.directory import LiveDirectory
 from routing.identity import Identity
 from routing.network import Network, NetworkSettings
 from routing.switchboard import Switchboard
+from routing.tls import Tls
 from routing.types import Answer, Capabilities, Failure, NodeAddress, NodeId, Opened, Resumed, Standing
 
 FIRST_LOOK_S = 6.0  # how long a start waits for nodes that do not answer before it says what is missing
@@ -34,6 +35,7 @@ class MemberSettings:
     allow: Callable[[NodeId, Capabilities], bool] | None = None
     token: bytes = field(default=b"", repr=False)
     moved: bytes = b""  # a statement that the identity was another before
+    tls: Tls | None = field(default=None, repr=False)  # around links; None: plain websockets
     pad: bool = False
     state_dir: Path | None = None
 
@@ -68,6 +70,7 @@ async def open_network(settings: MemberSettings) -> AsyncIterator[JoinedNetwork]
             allow=settings.allow,
             token=settings.token,
             moved=settings.moved,
+            tls=settings.tls,
             pad=settings.pad,
             state_dir=settings.state_dir,
         ),

@@ -22,6 +22,10 @@ class OverText:
         return self._text.tokenizer
 
     @property
+    def is_thin(self) -> bool:
+        return self._text.is_thin
+
+    @property
     def max_positions(self) -> int:
         return self._text.max_positions
 

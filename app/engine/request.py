@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from app.engine.grammar import Grammar
     from app.engine.planned import RoutePlan
     from app.engine.prefix import PrefixCounts
+    from app.engine.reasoning import Thoughts
     from app.engine.tokenizer import ChatTokenizer
     from app.engine.tool_style import ToolUse
     from slicing.batching import BatchCounts
@@ -126,7 +127,14 @@ class GenerationRequest:
     num_logprobs: int | None = None  # score each drawn token, and so many of the likeliest in its place
     grammar: Grammar | None = field(default=None, repr=False)  # holds the answer; with the ends at home only
     tools: ToolUse | None = field(default=None, repr=False)  # what it may call
+    thoughts: Thoughts | None = None  # how they are told apart from the answer
     scores_prompt: bool = False  # and each of the prompt's but the first; then `max_tokens` may be 0
+
+    @property
+    def shown_ids(self) -> frozenset[int]:
+        """Special tokens whose names are part of the text, before thoughts and calls are taken out of it."""
+        called = frozenset() if self.tools is None else self.tools.shown_ids
+        return called if self.thoughts is None else called | self.thoughts.shown_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,7 @@ class PrefillProgress:
 class TextDelta:
     """Text that is final: whole characters, nothing of a stop string. Empty while some are held back.
 
+    `thought` is what the model thinks before it answers, where that is told apart.
     `token_ids` were drawn since the delta before. Where they were asked for, `logprobs` are the natural logarithms of
     their probabilities at temperature 1, under the request's bias, rule and penalties; `watched`, in the first delta,
     are those of the `watched_ids` by the model alone. `scores`, where asked for, are one for each of `token_ids`.
@@ -183,6 +192,7 @@ class TextDelta:
     logprobs: tuple[float, ...] = field(default=(), repr=False)
     watched: tuple[float, ...] = field(default=(), repr=False)
     scores: tuple[TokenScore, ...] = field(default=(), repr=False)
+    thought: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,7 @@ class Finished:
     accepted: int = 0  # of them are part of the answer
     cached_tokens: int = 0  # of the prompt: held from an earlier answer, not computed again
     forced: int = 0  # tokens of the answer that its grammar left no choice of
+    thinking_tokens: int = 0  # of the answer: thoughts with their marks
     draft_off: str = ""  # why there could be no drafts, where they were asked for
     hops: tuple[HopUse, ...] = ()  # of all routes it had, where the engine tells
 

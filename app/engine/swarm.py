@@ -24,6 +24,7 @@ from routing.endpoint import Endpoint
 from routing.identity import Identity
 from routing.network import Network
 from routing.switchboard import Switchboard
+from routing.tls import Tls
 from routing.types import NodeAddress
 from slicing.checkpoint import Checkpoint
 from slicing.errors import ModelError
@@ -56,6 +57,7 @@ class SwarmSettings:
     scope: Scope | None = None
     identity: Identity | None = field(default=None, repr=False)
     token: bytes = field(default=b"", repr=False)
+    tls: Tls | None = field(default=None, repr=False)
     pad: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: Literal["auto", "bf16", "fp32", "int8"] = "auto"
@@ -78,6 +80,7 @@ class SwarmSettings:
             scope=self.scope,
             identity=self.identity,
             token=self.token,
+            tls=self.tls,
             pad=self.pad,
         )
 

@@ -19,6 +19,7 @@ from app.engine.ends_queue import EndsQueue
 from app.engine.fingerprint import fingerprint
 from app.engine.invariance import grouping_matters
 from app.engine.memory_steps import send_memory
+from app.engine.no_room import no_room
 from app.engine.prefix import AnswerBeginning, PrefixCache
 from app.engine.request import (
     Admitted,
@@ -93,6 +94,11 @@ class ChainTextEngine:
         return self._tokenizer
 
     @property
+    def is_thin(self) -> bool:
+        """Whether nobody at home sees the distribution that tokens are drawn from."""
+        return self._ends is None
+
+    @property
     def max_positions(self) -> int:
         return self._facts.max_positions
 
@@ -111,8 +117,12 @@ class ChainTextEngine:
         self._check(request)
         asked = self._routes.asked(request.route)
         continued_ids = request.prompt_ids if request.continues_text else ()
-        shown_ids = request.tools.shown_ids if request.tools is not None else ()
-        text = self._tokenizer.answer_text(request.stop, continued_ids=continued_ids, shown_ids=shown_ids)
+        text = self._tokenizer.answer_text(
+            request.stop,
+            continued_ids=continued_ids,
+            shown_ids=request.shown_ids,
+            thoughts=request.thoughts,
+        )
         ends = self._new_ends(request)
         beginning = self._beginning(request)
         chain: Chain | None = None
@@ -230,6 +240,7 @@ class ChainTextEngine:
                 logprobs=drawn.logprobs[: progress.num_generated - num_before],
                 watched=drawn.watched,
                 scores=drawn.scores[: progress.num_generated - num_before],
+                thought=progress.text.take_thought(),
             )
             if reason is not None:
                 yield delta
@@ -364,13 +375,7 @@ class ChainTextEngine:
         """Name the numbers where nodes can never hold so much."""
         if error.code is not ErrorCode.NO_ROOM:
             return error
-        prompt, asked = len(request.prompt_ids), self._room(request)
-        text = (
-            f"This model's maximum context length is {error.room} tokens here, which is what its nodes have room for, "
-            f"but the messages have {prompt} tokens and {asked} are needed with the answer. "
-            "Please reduce the length of the messages or max_tokens."
-        )
-        return RequestError("messages", "context_length_exceeded", text)
+        return no_room(error.room, request, self._room(request))
 
     def _room(self, request: GenerationRequest) -> int:
         """Positions that nodes set memory aside for before anything is computed."""
@@ -413,6 +418,7 @@ class ChainTextEngine:
             accepted=progress.accepted,
             cached_tokens=progress.first_position,
             forced=progress.forced,
+            thinking_tokens=progress.text.num_thinking,
             draft_off=self._why_no_drafts(progress),
             hops=self._routes.used(progress.chain),
         )

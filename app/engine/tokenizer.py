@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from app.engine.chat_template import ChatTemplate, Message, text_of
 from app.engine.defaults import GenerationDefaults
 from app.engine.grammar import GrammarCompiler
+from app.engine.reasoning import Part, ReasoningStyle, Thoughts
 from app.engine.request import RequestError
 from app.engine.stop_scanner import StopScanner
 from app.engine.text_decoder import ByteDecoder, TextDecoder, WindowDecoder
@@ -24,6 +25,7 @@ from app.engine.token_bytes import TokenBytes, decode, special_ids
 from app.engine.token_pieces import TokenPieces
 from app.engine.tool_style import MARKERS, ToolStyle
 
+OPENED_IDS = 32  # of the prompt's last ids: far more than the mark of a thought and whitespace take
 CONTEXT_IDS = 8  # ids of the prompt that decide about the first characters of a continued text
 
 
@@ -126,15 +128,46 @@ class ChatTokenizer:
         return token_id in self._special_ids
 
     @property
+    def reasoning_style(self) -> ReasoningStyle | None:
+        """The marks around the model's thoughts; None: it has none."""
+        return self._template.reasoning_style
+
+    @property
     def tool_style(self) -> ToolStyle:
         """The form in which the model writes tool calls."""
         return self._template.tool_style
 
+    def thoughts(
+        self, prompt_ids: Sequence[int], *, continued: str | None = None, is_raw: bool = False
+    ) -> Thoughts | None:
+        """Say how thoughts are told apart in the answer to a prompt; None: there can be none.
+
+        `continued` is the text that the answer carries on: thoughts stand before it, unless it ends inside one.
+        """
+        style = self._template.reasoning_style
+        if style is None:
+            return None
+        added = {token.content: token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+        shown = frozenset(
+            added[mark] for mark in style.marks if mark in added and self.is_special(added[mark])
+        )
+        if continued is not None:
+            is_inside = continued.rfind(style.opener) > continued.rfind(style.closer)
+            return Thoughts(style, True, shown, is_raw) if is_inside and not style.is_harmony else None
+        if style.is_harmony:
+            return Thoughts(style, False, shown, is_raw)
+        end = self.decode_all(prompt_ids[-OPENED_IDS:]).rstrip()
+        if end.endswith(style.closer):
+            return None
+        return Thoughts(style, end.endswith(style.opener), shown, is_raw)
+
     @property
     def marker_ids(self) -> Mapping[str, int]:
-        """Tokens that are the marks around tool calls, by their text."""
+        """Tokens that are the marks around tool calls and thoughts, by their text."""
         added = {token.content: token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
-        return {text: added[text] for text in MARKERS if text in added}
+        style = self._template.reasoning_style
+        marks = (*MARKERS, *(style.marks if style is not None else ()))
+        return {text: added[text] for text in marks if text in added}
 
     def answer_text(
         self,
@@ -142,6 +175,7 @@ class ChatTokenizer:
         *,
         continued_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
+        thoughts: Thoughts | None = None,
     ) -> AnswerText:
         """Begin the text of an answer. `shown_ids` are special tokens whose names are part of it.
 
@@ -149,7 +183,7 @@ class ChatTokenizer:
         is part of it, while a fresh answer drops the one that SentencePiece decoding drops.
         """
         shown = {token_id: self.name_of(token_id) for token_id in shown_ids}
-        return AnswerText(self._new_decoder(continued_ids), stops, shown)
+        return AnswerText(self._new_decoder(continued_ids), stops, shown, thoughts)
 
     def _new_decoder(self, context: Sequence[int]) -> TextDecoder:
         if self._token_bytes is not None:
@@ -164,15 +198,27 @@ class ChatTokenizer:
 
 
 class AnswerText:
-    """The text of one answer, as its token ids come: whole characters, up to the first stop string."""
+    """The text of one answer, as its token ids come: whole characters, up to the first stop string.
+
+    Thoughts before it are told apart; stop strings are not looked for in them.
+    """
 
     def __init__(
-        self, decoder: TextDecoder, stops: Sequence[str] = (), shown: Mapping[int, str] | None = None
+        self,
+        decoder: TextDecoder,
+        stops: Sequence[str] = (),
+        shown: Mapping[int, str] | None = None,
+        thoughts: Thoughts | None = None,
     ) -> None:
         """`shown`: tokens that the decoder leaves out, with what is their text all the same."""
         self._decoder = decoder
         self._shown = shown or {}
         self._scanner = StopScanner(stops)
+        self._splitter = None if thoughts is None else thoughts.splitter()
+        self._is_raw = thoughts is not None and thoughts.is_raw
+        self._thought: list[str] = []
+        self._num_unsure = 0  # tokens that may turn out to belong to a mark before a thought
+        self.num_thinking = 0  # tokens of thoughts, their marks included
 
     @property
     def is_stopped(self) -> bool:
@@ -181,11 +227,40 @@ class AnswerText:
 
     def push(self, token_id: int) -> str:
         """Take the next generated id and return the text that is final because of it, perhaps ""."""
-        return self._scanner.push(self._shown.get(token_id) or self._decoder.push(token_id))
+        text = self._shown.get(token_id) or self._decoder.push(token_id)
+        if self._splitter is None:
+            return self._scanner.push(text)
+        was_thinking = self._splitter.is_thinking
+        parts = self._splitter.push(text)
+        self._num_unsure += 1
+        if was_thinking or self._splitter.is_thinking or any(kind == "thought" for kind, _ in parts):
+            self.num_thinking += self._num_unsure
+            self._num_unsure = 0
+        elif not self._splitter.is_undecided:
+            self._num_unsure = 0
+        return self._told(parts)
 
     def finish(self) -> str:
         """Return the text still held back, when the answer ends for another reason than a stop string."""
-        return self._scanner.finish()
+        rest = "" if self._splitter is None else self._told(self._splitter.finish())
+        return rest + self._scanner.finish()
+
+    def take_thought(self) -> str:
+        """Return what was thought since this was asked last."""
+        thought, self._thought = "".join(self._thought), []
+        return thought
+
+    def _told(self, parts: Sequence[Part]) -> str:
+        """Keep what is thought, and return what is said; of a raw text all is said."""
+        said: list[str] = []
+        for kind, text in parts:
+            if kind == "answer":
+                said.append(self._scanner.push(text))
+            elif self._is_raw and not self._scanner.is_stopped:
+                said.append(text)
+            elif kind == "thought":
+                self._thought.append(text)
+        return "".join(said)
 
 
 def age_of(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """Runs video jobs, a few at a time and the others in turn, and puts what comes of them into the store.
 
-Each job ends in exactly one way: completed, failed with a code, or removed. Knows no HTTP.
+Each job ends in exactly one way: completed, failed with a code, or removed. Where gateways share the store, a job may
+be asked about, watched and removed at any of them. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from contextlib import aclosing, suppress
+from contextvars import Context
+from dataclasses import dataclass, replace
 
-from app.api.errors import ApiError, describe, from_exception, unavailable
+from app.api.errors import ApiError, from_exception, unavailable
 from app.diffusion_metrics import DiffusionMeter
 from app.engine.diffusion.request import (
     DiffusionEngine,
@@ -27,50 +28,38 @@ from app.engine.diffusion.request import (
 from app.engine.merge import merge
 from app.engine.request import ModelUnavailableError
 from app.gateway import Gateway
+from app.jobs.errors import RemovedError, StorageError
+from app.jobs.film_files import files_of, thumbnail
 from app.jobs.job import INTERRUPTED, Job, length_text
-from app.jobs.store import JobStore, StorageError
-from app.media.film import encode_film
-from app.media.pictures import encode_picture, sheet_of, thumbnail_of
+from app.jobs.progress import Progress
+from app.jobs.store import JobStore
+from app.jobs.uncancelled import to_its_end
+from app.keys import ANYONE
+from app.state.state import StateError
+from routing.describing import describe
 from slicing.diffusion.kinds import Kind
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
-FILM: Final = "video.mp4"
-THUMBNAIL: Final = "thumbnail.webp"
-SHEET: Final = "spritesheet.webp"
 PREVIEWS = 1  # one from the VAE on the way, beside the rough ones of each step
-PICTURE_QUALITY = 80
-STEPS_SHARE = 95  # percent of a job's progress; the rest is decoding and encoding
 SWEEP_S = 60.0
 PASSING = ("model_loading", "overloaded")  # what a job waits for instead of failing
 OPENING_S = 2.0
 FULL_RETRY_S = 30
+TELL_S = 1.0  # how often gateways that share a store tell of their jobs, and look for those removed elsewhere
+PATIENCE_S = 300.0  # with a store that is away when a video is done
+LOOK_S = 0.5  # how often a job of another gateway is looked at for who watches it
 SHUTTING_DOWN = "the gateway is shutting down: ask again"
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a job is that runs now."""
-
-    step: int = 0
-    steps: int = 0
-    seconds_per_step: float = 0.0
-    patches: str = ""  # why steps run as patches or do not
-    thumbnail: bytes = field(default=b"", repr=False)
-
-    @property
-    def percent(self) -> int:
-        return STEPS_SHARE * self.step // self.steps if self.steps else 0
-
-
-@dataclass(slots=True)
 class _Running:
+    job: Job
     task: asyncio.Task[None]
     progress: Progress
     news: asyncio.Event  # set, and replaced, at each change
+    told: bytes = b""  # what other gateways know of its progress
+    is_made: bool = False  # its end is being kept
 
 
 class JobRunner:
@@ -83,28 +72,28 @@ class JobRunner:
         self._places = asyncio.Semaphore(gateway.settings.videos_at_once)
         self._running: dict[str, _Running] = {}
         self._sweeping: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
         self._is_open = False
         self._is_closing = False
 
     async def open(self) -> None:
-        """Read what an earlier process left, once. Raises StorageError, OSError."""
+        """Read what an earlier process left, once. Raises StorageError, StateError."""
         async with self._opening:
             if not self._is_open:
-                await asyncio.to_thread(self.store.open)
+                await self.store.open()
                 self._is_open = True
-                if not self.store.is_empty:
-                    self._start_sweeping()
+                self._sweeping = asyncio.create_task(self._sweep())
 
     async def ready(self) -> None:
-        """The same for a request. Raises `ApiError` 503 where the folder cannot be used."""
+        """The same for a request. Raises `ApiError` 503 where the folder cannot be used, StateError."""
         try:
             await self.open()
         except StorageError as error:
             raise unavailable(error.code, str(error), FULL_RETRY_S) from None
 
     async def submit(self, job: Job, request: DiffusionRequest) -> None:
-        """Keep a new job and start it when it is its turn. Raises `ApiError` 503 when there is no room."""
+        """Keep a new job and start it when it is its turn. Raises `ApiError` 503 when there is no room, StateError."""
         most = self._gateway.settings.videos_waiting
         if self._gateway.is_draining or self._is_closing:
             raise unavailable("shutting_down", SHUTTING_DOWN, FULL_RETRY_S)
@@ -113,55 +102,66 @@ class JobRunner:
                 "overloaded", f"{most} videos wait already, the most this gateway lets wait", FULL_RETRY_S
             )
         try:
-            await asyncio.to_thread(self.store.add, job)
+            await self.store.add(job)
         except StorageError as error:
             raise unavailable(error.code, str(error), FULL_RETRY_S) from None
         progress = Progress(steps=job.steps)
         task = asyncio.create_task(self._run(job, request, progress))
-        self._running[job.id] = _Running(task, progress, asyncio.Event())
-        self._start_sweeping()
+        self._running[job.id] = _Running(job, task, progress, asyncio.Event())
+        if self.store.is_shared and (self._telling is None or self._telling.done()):
+            self._telling = asyncio.create_task(self._tell_others(), context=Context())
 
-    def progress(self, job_id: str) -> Progress | None:
-        """How far a job is; None for one that is over."""
-        running = self._running.get(job_id)
-        return None if running is None else running.progress
+    async def progress(self, job: Job) -> Progress | None:
+        """How far a job is, also one of another gateway; None for one that is over."""
+        if job.is_over:
+            return None
+        if (running := self._running.get(job.id)) is not None:
+            return running.progress
+        told = await self.store.noted(job.id) if self.store.is_shared else None
+        return None if told is None else Progress.decode(told)
 
-    async def changes(self, job_id: str) -> AsyncGenerator[Job, None]:
+    async def changes(self, job: Job) -> AsyncGenerator[tuple[Job, Progress | None], None]:
         """Yield the job at once, and whenever something about it has changed, until it is over or gone."""
-        is_running = True
-        while is_running:
-            running = self._running.get(job_id)
+        last: tuple[Job, Progress | None] | None = None
+        while True:
+            running = self._running.get(job.id)
             news = None if running is None else running.news
-            is_running = running is not None
-            if (job := self.store.peek(job_id)) is None:
+            if (found := await self.store.get(job.id, job.owner)) is None:
                 return
-            yield job
+            now = found, await self.progress(found)
+            if news is not None or now != last:
+                yield now
+            if found.is_over:
+                return
             if news is not None:
                 await news.wait()
+            else:  # it is another gateway's, or its end could not be kept yet
+                await asyncio.sleep(LOOK_S)
+            last = now
 
-    async def remove(self, job_id: str) -> None:
-        """Cancel a job, freeing all it holds on every node, and forget it."""
-        running = self._running.get(job_id)
-        if running is not None:
-            running.task.cancel()
-            await asyncio.gather(running.task, return_exceptions=True)
-            self._forget(job_id)
-        await asyncio.to_thread(self.store.remove, job_id)
+    async def remove(self, job: Job) -> None:
+        """Cancel a job, freeing all it holds on every node, and forget it. Raises StateError.
+
+        One of another gateway is cancelled by that as soon as it looks.
+        """
+        await self._cancel(job.id)
+        await self.store.remove(job)
 
     async def close(self) -> None:
         """End every job as failed: a later process could not go on with it."""
         self._is_closing = True
-        tasks = {job_id: running.task for job_id, running in self._running.items()}
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        for job_id in tasks:  # a task that was cancelled before it began has not said so itself
-            await asyncio.to_thread(self.store.fail, job_id, INTERRUPTED, SHUTTING_DOWN)
-            self._forget(job_id)
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
-        await asyncio.to_thread(self.store.close)
+        left = list(self._running.values())
+        for running in left:
+            running.task.cancel()
+        await asyncio.gather(*(running.task for running in left), return_exceptions=True)
+        for running in left:  # a task that was cancelled before it began has not said so itself
+            await self.store.fail(running.job, INTERRUPTED, SHUTTING_DOWN)
+            self._forget(running.job.id)
+        for task in (self._sweeping, self._telling):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self.store.close()
 
     # One job --------------------------------------------------------------------------------------------------
 
@@ -170,21 +170,24 @@ class JobRunner:
             async with self._places:
                 await self._make(replace(job, status="in_progress"), request, progress)
         except StorageError as error:
-            await self._note_failure(job.id, error.code, str(error))
+            await self._note_failure(job, error.code, str(error))
+        except RemovedError:
+            log.info("job %s was removed while it was made", job.id, extra={"job": job.id})
         except Exception as error:  # whatever it was: the job says so, and nobody else waits for it
             failure = from_exception(error, job.id)
             if failure.code == "internal_error":
-                log.error("job %s failed: %s", job.id, describe(error))  # noqa: TRY400 - its text may quote a prompt
-            await self._note_failure(job.id, failure.code or str(failure.status), failure.message)
+                about = describe(error)
+                log.error("job %s failed: %s", job.id, about, extra={"job": job.id})  # noqa: TRY400 - no text
+            await self._note_failure(job, failure.code or str(failure.status), failure.message)
         except asyncio.CancelledError:
             if self._is_closing:
-                self.store.fail(job.id, INTERRUPTED, SHUTTING_DOWN)
+                await self.store.fail(job, INTERRUPTED, SHUTTING_DOWN)
             raise
         finally:
             self._forget(job.id)
 
     async def _make(self, job: Job, request: DiffusionRequest, progress: Progress) -> None:
-        await asyncio.to_thread(self.store.update, job)
+        await self.store.update(job)
         self._tell(job.id)
         engine = await self._engine(request.model)
         meter = DiffusionMeter(
@@ -214,7 +217,7 @@ class JobRunner:
         """Wait until the model is open: it was when the job was taken, and may have made room for another since."""
         while True:
             try:
-                return await self._gateway.ready_diffusion(model, Kind.VIDEO)
+                return await self._gateway.ready_diffusion(model, Kind.VIDEO, ANYONE)
             except (ApiError, ModelUnavailableError) as error:
                 if error.code not in PASSING:
                     raise
@@ -226,22 +229,34 @@ class JobRunner:
                 mean = progress.seconds_per_step * (event.number - 1) + event.seconds
                 progress.step, progress.steps = event.number, event.of
                 progress.seconds_per_step = mean / event.number
-                self.store.note(replace(job, progress=progress.percent))
             case PatchVerdict():
                 progress.patches = event.reason or ("allowed" if event.allowed else "steps run whole")
             case Preview():
-                progress.thumbnail = await asyncio.to_thread(_thumbnail, event.image)
+                progress.thumbnail = await asyncio.to_thread(thumbnail, event.image)
             case Made():
-                files = await asyncio.to_thread(_files_of, event)
+                files = await asyncio.to_thread(files_of, event)
                 seconds = length_text(len(event.frames) / event.fps)
-                done = job.done(seconds, self.store.lifetime_s)
-                await asyncio.to_thread(self.store.complete, done, files)
+                self._running[job.id].is_made = True
+                await self._keep(job.done(seconds, self.store.lifetime_s), files)
+                told = {"job": job.id, "model": job.model, "took_s": time.time() - job.created}
+                log.info("job %s finished", job.id, extra=told)
         self._tell(job.id)
 
-    async def _note_failure(self, job_id: str, code: str, message: str) -> None:
+    async def _keep(self, job: Job, files: dict[str, bytes]) -> None:
+        """Put a finished job into the store; one that is away is waited for: the video may have taken hours."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return await to_its_end(self.store.complete(job, files))
+            except StateError:
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(TELL_S)
+
+    async def _note_failure(self, job: Job, code: str, message: str) -> None:
         self._gateway.metrics.count_error(self._endpoint, code)
-        log.info("job %s failed: %s", job_id, code)
-        await asyncio.to_thread(self.store.fail, job_id, code, message)
+        log.info("job %s failed: %s", job.id, code, extra={"job": job.id, "code": code})
+        await self.store.fail(job, code, message)
 
     def _tell(self, job_id: str) -> None:
         running = self._running.get(job_id)
@@ -255,26 +270,30 @@ class JobRunner:
         if running is not None:
             running.news.set()
 
-    def _start_sweeping(self) -> None:
-        if self._sweeping is None or self._sweeping.done():
-            self._sweeping = asyncio.create_task(self._sweep())
+    async def _cancel(self, job_id: str) -> None:
+        running = self._running.get(job_id)
+        if running is not None:
+            running.task.cancel()
+            await asyncio.gather(running.task, return_exceptions=True)
+            self._forget(job_id)
+
+    # All of them ----------------------------------------------------------------------------------------------
+
+    async def _tell_others(self) -> None:
+        """Tell the gateways that share the store how far our jobs are, and end those that were removed there."""
+        while self._running:
+            await asyncio.sleep(TELL_S)
+            for job_id, running in list(self._running.items()):
+                with suppress(StateError):
+                    if not running.is_made and not await self.store.is_wanted(running.job):
+                        await self._cancel(job_id)
+                    elif (told := running.progress.encode()) != running.told:
+                        await self.store.note(running.job, told)
+                        running.told = told
 
     async def _sweep(self) -> None:
-        """Forget jobs whose time is over, as long as there are any."""
-        while not self.store.is_empty:
+        """Forget jobs whose time is over, and fail those of gateways that died."""
+        while True:
             await asyncio.sleep(SWEEP_S)
-            await asyncio.to_thread(self.store.sweep)
-
-
-def _files_of(made: Made) -> dict[str, bytes]:
-    """Return what is kept of a video, by name. Blocking."""
-    middle = made.frames[len(made.frames) // 2]
-    return {
-        FILM: encode_film(made.frames, made.fps),
-        THUMBNAIL: _thumbnail(middle),
-        SHEET: encode_picture(sheet_of(made.frames), "webp", PICTURE_QUALITY),
-    }
-
-
-def _thumbnail(image: Image) -> bytes:
-    return encode_picture(thumbnail_of(image), "webp", PICTURE_QUALITY)
+            with suppress(StateError):
+                await self.store.sweep()

@@ -1,259 +1,216 @@
-"""Jobs and their videos in one folder, kept over restarts, within a bound of bytes and of time.
+"""The video jobs that a gateway knows, and their files, within a bound of bytes and of time.
 
-A job is a folder of its own: `job.json`, and once it is completed its files. Blocking, and meant for one thread at a
-time; the gateway's loop calls it through threads where files are written. Knows nothing of engines and HTTP.
+The jobs are in the gateway's state, the files there too or in a folder. Where gateways share the state, each makes its
+own jobs and answers for all; a job whose gateway died has failed. Knows nothing of engines and HTTP.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import shutil
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal
 
-from app.jobs.files import UNFINISHED, is_disk_full, write_whole
+from app.jobs.errors import RemovedError, StorageError
+from app.jobs.folder import JobFolder
 from app.jobs.job import INTERRUPTED, Job
+from app.state.state import JobBounds, JobFile, JobFiles, JobRow, State, StateError, StateFullError
 
-log = logging.getLogger(__name__)
-
-RECORD = "job.json"
-LOCK = "lock"
-RECORD_BYTES = 4096  # what a job takes beside its files, at least: one block
+RECORD_BYTES = 4096  # what a job takes beside its files
 MAX_JOBS = 1000
-MAX_RECORD_BYTES = 1 << 20
-OWNER_ONLY = 0o700
-
-
-class StorageError(Exception):
-    """A job or its video cannot be kept; the text says whose bound it is, and names no path."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+FILES_SPARE_S = 60.0  # how much longer than the job its files may live
+INTERRUPTION = "the gateway ended while the job was waiting or running: ask again"
 
 
 class JobStore:
-    """The jobs of one gateway. `open` first; the folder is made when the first job comes."""
+    """Jobs of one gateway or of its fleet. `open` first."""
 
-    def __init__(
-        self, folder: Path, *, max_bytes: int, lifetime_s: float, is_temporary: bool = False
-    ) -> None:
-        self.folder = folder
+    def __init__(self, state: State, folder: JobFolder | None, *, max_bytes: int, lifetime_s: float) -> None:
+        """`folder` is for the files, where the state does not keep them itself."""
         self.lifetime_s = lifetime_s
-        self._is_temporary = is_temporary  # then the folder goes when the process does
-        self._max_bytes = max_bytes
-        self._jobs: dict[str, Job] = {}  # oldest first
-        self._sizes: dict[str, int] = {}
-        self._lock: int | None = None  # descriptor of the file that says whose folder this is
-        self._changing = threading.RLock()
+        self._state = state
+        self._jobs = state.jobs
+        self._folder = folder
+        self._bounds = JobBounds(MAX_JOBS, max_bytes, lifetime_s)
+        self._owed: dict[str, Job] = {}  # ends that the state could not be told
 
-    def open(self) -> None:
-        """Read what an earlier process left; jobs that it did not end have failed. Raises StorageError, OSError."""
-        if not self.folder.is_dir():
+    @property
+    def is_shared(self) -> bool:
+        return self._state.is_shared
+
+    @property
+    def _files(self) -> JobFiles:
+        files = self._state.files or self._folder
+        assert files is not None, "files of jobs need a place"
+        return files
+
+    async def open(self) -> None:
+        """See what an earlier process left; jobs that it did not end have failed. Raises StorageError, StateError."""
+        await self.sweep()
+        if self._folder is None:
             return
-        self._take_folder()
-        found = [job for path in self.folder.iterdir() if path.is_dir() and (job := self._read(path))]
-        for job in sorted(found, key=lambda job: job.created):
-            self._jobs[job.id] = job
-            self._sizes[job.id] = _size_of(self.folder / job.id)
-            if not job.is_over:
-                message = "the gateway ended while the job was waiting or running: ask again"
-                self.fail(job.id, INTERRUPTED, message)
-        self.sweep()
+        rows = await self._jobs.rows()
+        await self._folder.clean([row.job.id for row in rows])
+        for row in rows:
+            if row.job.status == "completed" and not (self._folder.path / row.job.id).is_dir():
+                await self.remove(row.job)
 
-    def close(self) -> None:
-        """Let another process have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-        if self._is_temporary:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    async def close(self) -> None:
+        if self._folder is not None:
+            await self._folder.close()
 
     # Reading --------------------------------------------------------------------------------------------------
 
-    def get(self, job_id: str, owner: str) -> Job | None:
-        """Return a job to whom it belongs."""
-        job = self._jobs.get(job_id)
-        return job if job is not None and job.owner == owner and not _is_expired(job) else None
+    async def get(self, job_id: str, owner: str) -> Job | None:
+        """Return a job to whom it belongs. Raises StateError."""
+        row = await self._jobs.get(job_id, owner)
+        return None if row is None or _is_expired(row.job) else (await self._checked([row]))[0]
 
-    def peek(self, job_id: str) -> Job | None:
-        """Return a job, whosever it is."""
-        return self._jobs.get(job_id)
-
-    def page(
+    async def page(
         self, owner: str, *, limit: int, after: str | None = None, order: Literal["asc", "desc"] = "desc"
     ) -> tuple[list[Job], bool]:
-        """Return up to `limit` jobs behind the job `after`, and whether there are more. KeyError: no such job."""
-        mine = [job for job in self._jobs.values() if job.owner == owner and not _is_expired(job)]
+        """Return up to `limit` jobs behind the job `after`, and whether there are more.
+
+        Raises KeyError where there is no such job, StateError.
+        """
+        rows = [row for row in await self._jobs.rows(owner) if not _is_expired(row.job)]
         if order == "desc":
-            mine.reverse()
+            rows.reverse()
         if after is not None:
-            ids = [job.id for job in mine]
+            ids = [row.job.id for row in rows]
             if after not in ids:
                 raise KeyError(after)
-            mine = mine[ids.index(after) + 1 :]
-        return mine[:limit], len(mine) > limit
+            rows = rows[ids.index(after) + 1 :]
+        return await self._checked(rows[:limit]), len(rows) > limit
 
-    def file(self, job_id: str, name: str) -> Path | None:
-        """Return the path of one of a job's files, if it is there."""
-        path = self.folder / job_id / name
-        return path if path.is_file() else None
+    async def file(self, job_id: str, name: str) -> JobFile | None:
+        """Open one of a job's files, if it is there."""
+        return await self._files.open(job_id, name)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(self._sizes.values())
+    async def noted(self, job_id: str) -> bytes | None:
+        """What the gateway that makes a job told of it last."""
+        return await self._jobs.noted(job_id)
 
-    @property
-    def num_unfinished(self) -> int:
-        return sum(not job.is_over for job in self._jobs.values())
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._jobs
+    async def is_wanted(self, job: Job) -> bool:
+        """Whether a job is still to be made."""
+        row = await self._jobs.get(job.id, job.owner)
+        return row is not None and not row.job.is_over
 
     # Changing -------------------------------------------------------------------------------------------------
 
-    def add(self, job: Job) -> None:
-        """Keep a new job. Raises StorageError."""
-        with self._changing:
-            self.sweep()
-            self._make_room(job, RECORD_BYTES)
-            path = self.folder / job.id
-            try:
-                self.folder.mkdir(mode=OWNER_ONLY, parents=True, exist_ok=True)
-                self._take_folder()
-                path.mkdir(mode=OWNER_ONLY)
-                self._jobs[job.id] = job
-                self._write(job)
-            except OSError as error:
-                self.remove(job.id)
-                raise _storage_error(error) from error
+    async def add(self, job: Job) -> None:
+        """Keep a new job. Raises StorageError, StateError."""
+        if self._folder is not None:
+            await self._folder.prepare()
+        row = JobRow(job, self._state.gateway_id, RECORD_BYTES)
+        with _full_is_ours():
+            await self._find_room(job, RECORD_BYTES, lambda: self._jobs.add(row, self._bounds))
 
-    def update(self, job: Job) -> None:
-        """Keep a job's new state; on a full disk only until the process ends. A job that was removed stays so."""
-        with self._changing:
-            if job.id not in self._jobs:
-                return
-            self._jobs[job.id] = job
-            try:
-                self._write(job)
-            except OSError as error:
-                log.warning("job %s: its state could not be written: %s", job.id, error.strerror)
+    async def update(self, job: Job) -> None:
+        """Keep a job's new state, if the state can be reached. Raises RemovedError."""
+        with suppress(StateError):
+            if not await self._jobs.change(job, self._bounds):
+                raise RemovedError
 
-    def fail(self, job_id: str, code: str, message: str) -> None:
-        """A job has failed, unless it is over already or was removed."""
-        with self._changing:
-            job = self._jobs.get(job_id)
-            if job is not None and not job.is_over:
-                self.update(job.failed(code, message, self.lifetime_s))
+    async def fail(self, job: Job, code: str, message: str) -> None:
+        """A job has failed, unless it is over already or was removed. A state that is away is told later."""
+        self._owed[job.id] = job.failed(code, message, self.lifetime_s)
+        with suppress(StateError):
+            await self._pay(job.id)
 
-    def note(self, job: Job) -> None:
-        """Keep a job's progress, which is not worth a write."""
-        if job.id in self._jobs:
-            self._jobs[job.id] = job
+    async def note(self, job: Job, told: bytes) -> None:
+        """Tell the other gateways how far a job is. Raises StateError."""
+        await self._jobs.note(job.id, told, self.lifetime_s)
 
-    def complete(self, job: Job, files: Mapping[str, bytes]) -> None:
-        """Keep a job that is done, with its files: all of them or none. Raises StorageError, KeyError if removed.
+    async def complete(self, job: Job, files: dict[str, bytes]) -> None:
+        """Keep a job that is done, with its files: all of them or none.
 
-        Where there is no room, the oldest finished jobs of the same owner are let go.
+        Where there is no room, the oldest finished jobs of the same owner are let go. Raises StorageError,
+        RemovedError, StateError.
         """
-        with self._changing:
-            if job.id not in self._jobs:
-                raise KeyError(job.id)
-            self.sweep()
-            self._make_room(job, sum(map(len, files.values())))
-            path = self.folder / job.id
-            try:
-                for name, content in files.items():
-                    write_whole(path / name, content)
-                self._jobs[job.id] = job
-                self._write(job)
-            except OSError as error:
-                for name in files:
-                    with suppress(OSError):
-                        (path / name).unlink(missing_ok=True)
-                raise _storage_error(error) from error
+        with _full_is_ours():
+            await self._complete(job, files)
 
-    def remove(self, job_id: str) -> None:
-        """Forget a job and its files."""
-        with self._changing:
-            self._jobs.pop(job_id, None)
-            self._sizes.pop(job_id, None)
-            shutil.rmtree(self.folder / job_id, ignore_errors=True)
+    async def remove(self, job: Job) -> None:
+        """Forget a job and its files. Raises StateError."""
+        self._owed.pop(job.id, None)
+        await self._jobs.remove(job.id, job.owner)
+        await self._files.remove(job.id)
 
-    def sweep(self) -> None:
-        """Forget the jobs whose time is over."""
-        with self._changing:
-            for job in [job for job in self._jobs.values() if _is_expired(job)]:
-                self.remove(job.id)
+    async def sweep(self) -> int:
+        """Forget the jobs whose time is over, fail those whose gateway died, and return how many there are.
 
-    def _make_room(self, job: Job, size_bytes: int) -> None:
-        while self.size_bytes + size_bytes > self._max_bytes or len(self._jobs) > MAX_JOBS:
-            old = [one for one in self._jobs.values() if one.is_over and one.owner == job.owner]
+        Raises StateError.
+        """
+        for job_id in tuple(self._owed):
+            await self._pay(job_id)
+        rows = await self._jobs.rows()
+        for row in rows:
+            if _is_expired(row.job):
+                await self.remove(row.job)
+        left = [row for row in rows if not _is_expired(row.job)]
+        await self._checked(left)
+        return len(left)
+
+    async def _complete(self, job: Job, files: dict[str, bytes]) -> None:
+        if not await self.is_wanted(job):
+            raise RemovedError
+        size_bytes = RECORD_BYTES + sum(map(len, files.values()))
+        await self._find_room(job, size_bytes, lambda: self._reserve(job, size_bytes))
+        try:
+            await self._files.put(job.id, files, self.lifetime_s + FILES_SPARE_S)
+            if not await self._jobs.change(job, self._bounds):
+                raise RemovedError
+        except (StorageError, RemovedError, StateError):
+            with suppress(StateError):
+                await self._files.remove(job.id)
+                await self._reserve(job, RECORD_BYTES)
+            raise
+
+    async def _pay(self, job_id: str) -> None:
+        await self._jobs.change(self._owed[job_id], self._bounds)
+        del self._owed[job_id]
+
+    async def _reserve(self, job: Job, size_bytes: int) -> bool:
+        return await self._jobs.reserve(job.id, job.owner, size_bytes, self._bounds)
+
+    async def _checked(self, rows: list[JobRow]) -> list[Job]:
+        """The jobs of these rows, where those whose gateway died have failed."""
+        others = [row for row in rows if not row.job.is_over and row.gateway_id != self._state.gateway_id]
+        makers = {row.gateway_id for row in others}
+        living = await self._state.living(makers) if makers else frozenset()
+        dead = {row.job.id for row in others if row.gateway_id not in living}
+        jobs = [
+            row.job.failed(INTERRUPTED, INTERRUPTION, self.lifetime_s) if row.job.id in dead else row.job
+            for row in rows
+        ]
+        for job in jobs:
+            if job.id in dead:
+                await self._jobs.change(job, self._bounds)
+        return jobs
+
+    async def _find_room(self, job: Job, size_bytes: int, take: Callable[[], Awaitable[bool]]) -> None:
+        """Take room for a job, letting go of old ones of the same owner until there is some."""
+        await self.sweep()
+        while not await take():
+            old = [row.job for row in await self._jobs.rows(job.owner) if row.job.is_over]
             if not old:
                 message = (
-                    f"the videos kept here may take {self._max_bytes} bytes together, and this one needs "
+                    f"the videos kept here may take {self._bounds.max_bytes} bytes together, and this one needs "
                     f"{size_bytes} more: delete some, or make it shorter or smaller"
                 )
                 raise StorageError("storage_full", message)
-            self.remove(old[0].id)
+            await self.remove(old[0])
 
-    def _write(self, job: Job) -> None:
-        write_whole(self.folder / job.id / RECORD, json.dumps(job.to_json()).encode())
-        self._sizes[job.id] = _size_of(self.folder / job.id)
 
-    def _read(self, path: Path) -> Job | None:
-        """Read one job's folder, without what a crash left half written; what is no job is removed."""
-        try:
-            for part in path.glob(f"*{UNFINISHED}"):
-                part.unlink()
-            record = path / RECORD
-            if record.stat().st_size > MAX_RECORD_BYTES:
-                raise ValueError("too large for a job")
-            job = Job.from_json(json.loads(record.read_bytes()))
-            if job.id != path.name:
-                raise ValueError("a job under another's name")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            if path.name.startswith("video_"):
-                shutil.rmtree(path, ignore_errors=True)
-            return None
-        return job
-
-    def _take_folder(self) -> None:
-        if self._lock is not None:
-            return
-        try:
-            import fcntl
-        except ImportError:  # Windows: two gateways there must be given two folders
-            return
-        descriptor = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            message = (
-                "another gateway keeps its videos in this folder: give this one another DIFFUSE_VIDEOS_DIR"
-            )
-            raise StorageError("storage_in_use", message) from None
-        self._lock = descriptor
+@contextmanager
+def _full_is_ours() -> Iterator[None]:
+    """A store without room is no store that is away."""
+    try:
+        yield
+    except StateFullError:
+        raise StorageError("storage_full", "the store that the gateway keeps videos in is full") from None
 
 
 def _is_expired(job: Job) -> bool:
     return job.expires is not None and job.expires <= time.time()
-
-
-def _size_of(path: Path) -> int:
-    sizes: Sequence[int] = [one.stat().st_size for one in path.iterdir()]
-    return max(RECORD_BYTES, sum(sizes))
-
-
-def _storage_error(error: OSError) -> StorageError:
-    if is_disk_full(error):
-        return StorageError("storage_full", "the gateway's disk is full")
-    return StorageError("storage_failed", f"it cannot be kept: {error.strerror or type(error).__name__}")

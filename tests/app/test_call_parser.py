@@ -9,18 +9,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.call_parser import CallArguments, CallParser, CallStart, Piece
-from app.engine.tool_style import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, PLAIN, ToolStyle, ToolUse
+from app.engine.tool_style import (
+    DEEPSEEK,
+    DEEPSEEK_FENCED,
+    GLM,
+    GLM_FLAT,
+    HARMONY_CALLS,
+    HERMES,
+    KIMI,
+    LLAMA,
+    MINIMAX,
+    MISTRAL,
+    MISTRAL_ARGS,
+    PLAIN,
+    QWEN_XML,
+    ToolStyle,
+    ToolUse,
+)
 from tests.app.conftest import patient
 
 NAMES = frozenset({"weather", "now"})
-STYLES = [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, PLAIN]
+TAGGED = [QWEN_XML, GLM, GLM_FLAT, MINIMAX]
+BESIDE = [DEEPSEEK, DEEPSEEK_FENCED, KIMI]  # JSON, and the name beside it
+STYLES = [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, PLAIN, *BESIDE, *TAGGED, HARMONY_CALLS]
 STYLE_NAMES = [style.kind for style in STYLES]
+PARAMETERS = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "share": {"type": "number"},
+            "is_rain": {"type": "boolean"},
+            "where": {"$ref": "#/$defs/where"},
+            "label": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "kind": {"enum": ["1", "b"]},
+            "any": {},
+        },
+        "$defs": {"where": {"type": "object"}},
+    }
+}
 
 Told = tuple[str, list[tuple[str, str]]]
 
 
 def parsed(style: ToolStyle, pieces: list[str], most: int | None = None) -> tuple[Told, list[Piece]]:
-    parser = CallParser(ToolUse(style, NAMES, most))
+    parser = CallParser(ToolUse(style, NAMES, most, parameters=PARAMETERS))
     made = [piece for text in pieces for piece in parser.push(text)] + parser.finish()
     text = "".join(piece for piece in made if isinstance(piece, str))
     calls = [(piece.name, "") for piece in made if isinstance(piece, CallStart)]
@@ -49,10 +82,55 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("style", STYLES, ids=STYLE_NAMES)
+JSON_STYLES = [style for style in STYLES if style.tags is None and style.most > 1]
+
+
+@pytest.mark.parametrize("style", JSON_STYLES, ids=[style.kind for style in JSON_STYLES])
 @pytest.mark.parametrize("calls", CALLS, ids=range(len(CALLS)))
 def test_what_a_style_writes_is_read(style: ToolStyle, calls: list[tuple[str, str]]) -> None:
     assert told(style, style.text_of(calls)) == ("", calls)
+
+
+TAGGED_CALLS = [
+    [("now", "{}")],
+    [("weather", '{"city": "Paris", "days": 3}')],
+    [("weather", '{"city": " a\\n\\"b\\" <c> \\\\ ü "}'), ("now", "{}"), ("weather", '{"is_rain": true}')],
+    [("weather", '{"where": {"a": [1, {"b": null}]}, "share": 0.5, "label": null, "kind": "1"}')],
+    [("weather", '{"city": "", "other": "5", "any": [1]}')],
+]
+
+
+@pytest.mark.parametrize("style", TAGGED, ids=["qwen", "glm", "glm_flat", "minimax"])
+@pytest.mark.parametrize("calls", TAGGED_CALLS, ids=range(len(TAGGED_CALLS)))
+def test_tagged_calls_are_told_as_json_of_the_types_asked_for(
+    style: ToolStyle, calls: list[tuple[str, str]]
+) -> None:
+    assert told(style, style.text_of(calls)) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<tool_call>\n<function=weather>\n", "{}"),
+        ("<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n", '{"days": 3}'),
+        ("<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n</func", '{"days": 3}'),
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nOs", '{"city": "Os'),
+    ],
+)
+def test_a_tagged_call_that_is_not_closed_has_what_came_whole(text: str, arguments: str) -> None:
+    assert told(QWEN_XML, text) == ("", [("weather", arguments)])
+
+
+def test_a_text_argument_is_told_as_it_comes() -> None:
+    text = QWEN_XML.text_of([("weather", json.dumps({"city": "many words " * 9}))])
+    _, made = parsed(QWEN_XML, list(text))
+    assert sum(isinstance(piece, CallArguments) for piece in made) > 50
+
+
+def test_a_harmony_call_is_read() -> None:
+    for head in (" <|constrain|>json", "<|channel|>commentary json", ""):
+        text = f'I look. to=functions.weather{head}<|message|>{{"city": "Oslo"}}<|call|>'
+        assert told(HARMONY_CALLS, text) == ("I look.", [("weather", '{"city": "Oslo"}')])
 
 
 @pytest.mark.parametrize("style", [HERMES, MISTRAL, MISTRAL_ARGS], ids=["hermes", "mistral", "mistral_args"])
@@ -85,6 +163,12 @@ def test_text_before_and_behind_calls_is_text(style: ToolStyle) -> None:
         "[TOOL_CALLS]nobody[ARGS]{}",
         "[TOOL_CALLS]weather",
         '<tool_call>\n{"name": "weather", "argu',
+        "<tool_call>\n<function=nobody>\n</function>\n</tool_call>",
+        "<tool_call>weather and more</tool_call>",
+        '<invoke name="nobody"></invoke>',
+        "<｜tool▁calls▁begin｜>nobody<｜tool▁sep｜>{}",
+        "to=functions.weather but no call",
+        "<function=weather",
     ],
 )
 def test_what_is_no_call_is_all_text(style: ToolStyle, text: str) -> None:
@@ -106,6 +190,12 @@ def test_what_is_no_call_is_all_text(style: ToolStyle, text: str) -> None:
         (LLAMA, '{"type": "function", "name": "weather", "parameters": {"city": "Oslo"}}'),
         (PLAIN, '\n <tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'),
         (PLAIN, '{"name": "weather", "parameters": {"city": "Oslo"}}'),
+        (QWEN_XML, "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"),
+        (QWEN_XML, "<tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>"),
+        (GLM, "<tool_call>weather<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value></tool_call>"),
+        (MINIMAX, '<invoke name="weather"><parameter name="city">Oslo</parameter></invoke>'),
+        (DEEPSEEK, '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Oslo"}<｜tool▁call▁end｜>'),
+        (KIMI, '<|tool_call_begin|>weather:12<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>'),
     ],
 )
 def test_calls_are_read_as_models_vary_them(style: ToolStyle, text: str) -> None:
@@ -139,9 +229,13 @@ def test_mistral_ids_are_what_its_template_takes() -> None:
     assert start.id.isalnum()
 
 
-@pytest.mark.parametrize("style", STYLES, ids=STYLE_NAMES)
+MANY = [style for style in STYLES if style.most > 1]
+
+
+@pytest.mark.parametrize("style", MANY, ids=[style.kind for style in MANY])
 def test_calls_beyond_the_most_are_left_out(style: ToolStyle) -> None:
-    assert told(style, style.text_of(CALLS[2]), most=1) == ("", CALLS[2][:1])
+    calls = TAGGED_CALLS[2] if style.tags is not None else CALLS[2]
+    assert told(style, style.text_of(calls), most=1) == ("", calls[:1])
 
 
 FRAGMENTS = [
@@ -163,6 +257,21 @@ FRAGMENTS = [
     ",",
     "weather",
     "nobody",
+    "<function=",
+    "<parameter=city>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    '<invoke name="weather">',
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<|message|>",
+    "to=functions.",
+    ">",
     '"',
     "\\",
     "text",

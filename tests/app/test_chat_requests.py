@@ -137,7 +137,6 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 
 NOT_BUILT: list[tuple[str, Any]] = [
-    ("functions", [{"name": "f"}]),
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("web_search_options", {}),
@@ -271,6 +270,7 @@ def test_reasoning_effort_is_a_variable_of_the_template_and_the_callers_flags_wi
     assert parse(reasoning_effort="none").template_variables == {
         "reasoning_effort": "none",
         "enable_thinking": False,
+        "thinking": False,
     }
     flags = {"enable_thinking": True}
     assert parse(reasoning_effort="none", chat_template_kwargs=flags).template_variables["enable_thinking"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import openai
 import pytest
 
 from app.api.sse import KEEPALIVE
@@ -148,6 +149,37 @@ async def test_a_silent_stream_gets_empty_chunks_too(serve: Serve, scripted: Scr
     assert '"delta":{}' in parts[1]
     assert '"prefill":{"done":3,"total":3}' in parts[1]
     assert not any(part.startswith(":") for part in parts)
+
+
+@pytest.mark.parametrize("keepalive_s", [0, 0.02])
+async def test_a_long_prefill_gives_three_signs_of_life_and_tells_how_far_it_is(
+    serve: Serve, scripted: ScriptedEngine, keepalive_s: float
+) -> None:
+    """Of a prompt that takes as long as 25 comments and 8 empty chunks."""
+    scripted.prefill_steps = 5
+    scripted.before_prefill = lambda step: asyncio.sleep(0.1)
+    async with serve(keepalive_s=keepalive_s, heartbeat_s=0.06) as served:
+        events = await served.stream()
+        first, *silent = events[: next(n for n, event in enumerate(events) if "hello" in str(event))]
+        assert isinstance(first, dict)
+        assert first["choices"][0]["delta"]["role"] == "assistant"
+        progress = [event.get("prefill") for event in silent if isinstance(event, dict)]
+        done = [told["done"] for told in progress if told is not None]
+        assert done == sorted(done)
+        assert set(done) >= {1, 2, 3, 4}
+        assert all(told["total"] == 5 for told in progress if told is not None)
+        assert all(event["choices"][0]["delta"] == {} for event in silent if isinstance(event, dict))
+        comments = [event for event in silent if isinstance(event, str)]
+        assert (len(comments) >= 8) is bool(keepalive_s)
+        client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        async with (
+            client,
+            client.chat.completions.stream(
+                model="scripted", messages=[{"role": "user", "content": "hi"}]
+            ) as stream,
+        ):
+            final = await stream.get_final_completion()
+    assert final.choices[0].message.content == ANSWER
 
 
 async def test_comments_can_be_turned_off(serve: Serve, scripted: ScriptedEngine) -> None:

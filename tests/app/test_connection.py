@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -112,3 +113,47 @@ async def test_several_requests_at_once_are_answered_in_order(served: Served) ->
     answer = await talk(served, first + b"\r\n" + last + CLOSE + b"\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 2
     assert answer.index(b'"version"') < answer.index(b'"status"')
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\n", 404),
+        (b"POST /health HTTP/1.1\r\nHost: localhost\r\n", 405),
+        (b"POST /v1/images/edits HTTP/1.1\r\nHost: evil.example\r\n", 403),
+        (POST + b"Content-Encoding: gzip\r\n", 415),
+        (POST + b"Host: localhost\r\n", 400),  # not even HTTP
+    ],
+)
+async def test_who_reads_only_after_sending_everything_gets_the_refusal(
+    served: Served, head: bytes, status: int
+) -> None:
+    body = bytes(8 << 20)  # more than what lies between two sockets
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(head + CLOSE + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(10):
+        await writer.drain()
+        assert status_of(await reader.read()) == status
+    writer.close()
+
+
+@pytest.fixture
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each connection, whether it waits for nothing."""
+    told: list[bool] = []
+    send_at_once = connection._send_at_once
+
+    def seen(transport: asyncio.BaseTransport) -> None:
+        send_at_once(transport)
+        sock = transport.get_extra_info("socket")
+        told.append(bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+
+    monkeypatch.setattr(connection, "_send_at_once", seen)
+    return told
+
+
+async def test_a_body_does_not_wait_until_its_head_is_acknowledged(
+    served: Served, told_at_once: list[bool]
+) -> None:
+    await talk(served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n")
+    assert told_at_once == [True]

@@ -127,7 +127,7 @@ async def test_an_unknown_model_is_named_beside_the_known_ones(served: Served) -
 async def test_more_answers_than_places_are_turned_away(serve: Serve, scripted: ScriptedEngine) -> None:
     go = asyncio.Event()
     scripted.before_token = lambda number: go.wait()
-    async with serve(max_requests=2) as served:
+    async with serve(max_requests=2, max_queued=0) as served:
         running = [asyncio.create_task(served.ask()) for _ in range(2)]
         await settles(lambda: scripted.num_open == 2)
         refused = await served.ask()

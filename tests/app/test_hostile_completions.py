@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from app.api.completion_protocol import NOT_HERE, CompletionRequest, parse_completion
 from app.api.completions import PATH
 from app.api.errors import ApiError
-from app.openapi import CompletionChunk
+from app.stream_shapes import CompletionChunk
 from tests.app.conftest import patient
 from tests.app.test_completions import PROMPT, complete, stream
 from tests.app.test_hostile_bodies import HOSTILE

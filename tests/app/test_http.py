@@ -215,7 +215,7 @@ async def test_the_api_describes_itself(served: Served) -> None:
     assert {"ChatRequest", "ChatMessage", "ChatCompletion", "ErrorEnvelope"} <= set(schemas)
     assert "ErrorEnvelope" in str(chat["responses"]["4XX"])
     assert set(described["paths"]) == {
-        PATH, "/v1/models", "/v1/models/{model}", "/health", "/ready", "/version", "/metrics",
+        PATH, "/v1/models", "/v1/models/{model}", "/v1/compat", "/health", "/ready", "/version", "/metrics",
         "/v1/completions", "/v1/chat/completions/input_tokens", "/tokenize", "/detokenize",
         "/v1/responses", "/v1/embeddings", "/v1/route", "/v1/requests/{id}",
         "/v1/images/generations", "/v1/images/content/{name}", "/v1/audio/speech",

@@ -294,6 +294,21 @@ async def test_few_found_models_are_open_at_once(
         assert models.find("tiny").status.state == "available"  # type: ignore[union-attr]
 
 
+async def test_a_model_that_a_queued_request_may_ask_for_makes_no_room(
+    llama: LlamaForCausalLM, tiny: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_module, "MAX_OPEN", 1)
+    monkeypatch.setattr(library_module, "IDLE_S", 0.0)
+    llama.config.rope_theta = 7.0  # another digest
+    other = write_model(llama, tmp_path / "other")
+    async with library(queue_s=100.0) as (models, directory):
+        directory.now_holds(*whole(tiny), node(2, offer(other, 0, 4, name="other")))
+        await models.find_new()
+        await models.engine("tiny")
+        with pytest.raises(ModelUnavailableError, match="other models are in use"):
+            await models.engine("other")
+
+
 async def test_changes_of_what_is_served_are_told(tiny: bytes) -> None:
     told: asyncio.Queue[list[str]] = asyncio.Queue()
     network, directory = joined()

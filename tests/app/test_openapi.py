@@ -11,8 +11,8 @@ from app.api.chat_reply import ChatCompletion
 from app.api.health import HealthReport, ReadyReport, VersionReport
 from app.api.models import ModelCard, ModelList
 from app.api.route import RouteReport
-from app.openapi import ChatChunk
 from app.openapi_document import document
+from app.stream_shapes import ChatChunk
 from tests.support.api_server import Served, chunks_of
 from tests.support.local_engine import ScriptedEngine
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.api.requests import RequestReport
+from app import records as module
+from app.api.requests import RequestReport, report_of
 from app.engine.hop_uses import hop_uses
 from app.engine.request import Finished, HopUse, RouteHop
-from app.records import Records
+from app.records import EndedAnswer, Records
 from routing.hop_times import HopTimes
 from routing.types import Answer, Hop, HopTrace, NodeId, SessionId, SliceSpec
 from tests.app.conftest import ANSWER, Serve
@@ -81,7 +82,7 @@ async def test_nothing_that_was_said_is_kept(served: Served) -> None:
     text = (await served.http.get(f"/v1/requests/{response.json()['id']}")).text
     assert "secretive" not in text
     assert ANSWER.split()[0] not in text
-    assert "secretive" not in repr(served.gateway.records.find(response.json()["id"], b""))
+    assert "secretive" not in repr(await served.gateway.records.find(response.json()["id"], b""))
 
 
 async def test_another_key_finds_nothing(serve: Serve) -> None:
@@ -130,29 +131,46 @@ async def test_every_kind_of_answer_has_one(serve: Serve, scripted: ScriptedEngi
             assert answer["timings"]["total_s"] > 0
 
 
-def test_only_the_last_are_kept() -> None:
-    records = Records(max_records=3)
-    for number in range(5):
-        records.begin(f"r{number}", answer_id=f"a{number}", tenant=b"t", model="m", endpoint="/e")
-    assert len(records) == 3
-    assert [records.find(f"a{number}", b"t") is not None for number in range(5)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
-
-
-def test_of_two_requests_of_one_id_the_later_is_found() -> None:
+async def test_only_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_RECORDS", 3)
     records = Records()
-    records.begin("mine", answer_id="a1", tenant=b"t", model="m", endpoint="/e")
-    later = records.begin("mine", answer_id="a2", tenant=b"t", model="m", endpoint="/e")
-    other = records.begin("mine", answer_id="a3", tenant=b"u", model="m", endpoint="/e")
-    assert records.find("mine", b"t") is later
-    assert records.find("mine", b"u") is other
-    assert records.find("a1", b"t") is None
-    assert len(records) == 2
+    for number in range(5):
+        records.begin(f"r{number}", answer_id=f"a{number}", tenant=b"t", model="m", endpoint="/e").end(
+            "finished"
+        )
+    await records.close()
+    found = [await records.find(f"a{number}", b"t") is not None for number in range(5)]
+    assert found == [False, False, True, True, True]
+
+
+async def test_of_two_requests_of_one_id_the_later_is_found() -> None:
+    records = Records()
+    begun = [
+        records.begin("mine", answer_id=answer_id, tenant=tenant, model="m", endpoint="/e")
+        for answer_id, tenant in (("a1", b"t"), ("a2", b"t"), ("a3", b"u"))
+    ]
+    for _ in range(2):  # while they run, and once they are kept
+        for tenant, answer_id in ((b"t", "a2"), (b"u", "a3")):
+            found = await records.find("mine", tenant)
+            assert found is not None
+            assert found.answer_id == answer_id
+        for record in begun:
+            record.end("finished")
+        await records.close()
+    assert await records.find("a1", b"t") is None
+
+
+async def test_a_record_is_the_same_once_it_is_kept() -> None:
+    records = Records()
+    record = records.begin("r", answer_id="a", tenant=b"t", model="m", endpoint="/e")
+    record.answers[1] = EndedAnswer("stop", 3, 4, {"total_s": 1.5}, 2, (USE.hop,), (USE,))
+    told = report_of(record).model_copy(update={"status": "finished", "took_s": None})
+    record.end("finished")
+    await records.close()
+    kept = await records.find("a", b"t")
+    assert kept is not None
+    assert kept is not record
+    assert report_of(kept).model_copy(update={"took_s": None}) == told
 
 
 # Hops -------------------------------------------------------------------------------------------------------------

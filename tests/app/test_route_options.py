@@ -121,10 +121,8 @@ async def test_drafts_are_the_requests_choice_then_the_gateways(
     assert [request.draft for request in scripted.requests] == ["auto", "off", "off", "lookup"]
 
 
-def test_wishes_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFUSE_PIN", f"{A}, {B.upper()}")
-    monkeypatch.setenv("DIFFUSE_MAX_HOPS", "2")
-    assert GatewaySettings().route == RouteOptions((A, B), (), 2)
+def test_wishes_of_the_gateway_may_be_separated_by_commas() -> None:
+    assert GatewaySettings(pin=f"{A}, {B.upper()}", max_hops=2).route == RouteOptions((A, B), (), 2)
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,14 @@ class Started:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "start_logging", lambda level: None)
+    monkeypatch.setattr(runtime, "start_logging", lambda *level, **form: None)
     monkeypatch.setattr(serve.opt, "use_threads", lambda number: None)
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Started:
     started: list[Started] = []
 
-    def note(gateway: Any, member: Any, library: Any, teller: Any, listener: Any) -> None:
+    def note(gateway: Any, member: Any, library: Any, teller: Any, listener: Any, tls: Any) -> None:
         listener.close()
         started.append(Started(gateway, member, library))
 
@@ -134,15 +134,55 @@ def test_drafts_and_the_form_of_the_ends_are_chosen_by_flags(monkeypatch: pytest
     assert start(monkeypatch, "--node", NODE).gateway.draft == "lookup"
 
 
-def test_videos_are_kept_by_port_unless_a_flag_says_where(
+def a_port() -> str:
+    """An address that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_state_and_videos_are_kept_by_port_unless_a_setting_says_where(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("DIFFUSE_STATE", str(tmp_path))
-    assert (
-        start(monkeypatch, "--node", NODE).gateway.videos_dir is None
-    )  # any free port: none to come back to
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started = start(monkeypatch, "--node", NODE, "--listen", f"127.0.0.1:{port}")
-    assert started.gateway.videos_dir == tmp_path / "videos" / str(port)
+    monkeypatch.setenv("DIFFUSE_STATE_DIR", str(tmp_path))
+    anywhere = start(monkeypatch, "--node", NODE).gateway  # any free port: none to come back to
+    assert (anywhere.videos_dir, anywhere.state.get_secret_value()) == (None, "memory:")
+    place = a_port()
+    port = place.rpartition(":")[2]
+    started = start(monkeypatch, "--node", NODE, "--listen", place).gateway
+    assert started.videos_dir == tmp_path / "videos" / port
+    assert started.state.get_secret_value() == f"sqlite://{tmp_path}/gateway-{port}.sqlite"
     assert start(monkeypatch, "--node", NODE, "--videos-dir", "v").gateway.videos_dir == Path("v")
+    asked = start(monkeypatch, "--node", NODE, "--listen", place, "--state", "redis://r").gateway
+    assert asked.state.get_secret_value() == "redis://r"
+
+
+def test_a_state_folder_that_cannot_be_made_is_no_reason_not_to_serve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DIFFUSE_STATE_DIR", str(tmp_path / "file" / "state"))
+    assert (
+        start(monkeypatch, "--node", NODE, "--listen", a_port()).gateway.state.get_secret_value() == "memory:"
+    )
+
+
+def test_every_setting_reaches_the_gateway_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "NODE": NODE,
+        "QUEUE_TIMEOUT": "90s",
+        "MAX_BODY_BYTES": "1MiB",
+        "ALLOWED_HOSTS": "a.lan, b.lan",
+        "MODEL_ALIASES": "gpt-4=smollm2",
+        "REQUESTS_PER_MINUTE": "6",
+        "VLLM_METRICS": "yes",
+    }.items():
+        monkeypatch.setenv(f"DIFFUSE_{name}", value)
+    gateway = start(monkeypatch).gateway
+    assert (gateway.queue_timeout_s, gateway.max_body_bytes, gateway.requests_per_minute) == (
+        90.0,
+        1 << 20,
+        6,
+    )
+    assert (gateway.allowed_hosts, gateway.model_aliases) == (("a.lan", "b.lan"), {"gpt-4": "smollm2"})
+    assert gateway.vllm_metrics
+    assert not start(monkeypatch, "--no-vllm-metrics").gateway.vllm_metrics

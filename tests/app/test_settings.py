@@ -6,16 +6,21 @@ from pydantic import ValidationError
 from app.settings import GatewaySettings
 
 
-def test_lists_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFUSE_API_KEYS", "one, two")
-    monkeypatch.setenv("DIFFUSE_ALLOWED_HOSTS", "a.lan,b.lan,")
-    monkeypatch.setenv("DIFFUSE_MODEL_ALIASES", "gpt-4=smollm2, big = org/big")
-    monkeypatch.setenv("DIFFUSE_PORT", "9000")
-    settings = GatewaySettings()
+def test_an_item_of_a_list_may_be_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GatewaySettings(
+        api_keys="one, two",
+        allowed_hosts=["a.lan,b.lan,", "c.lan"],
+        model_aliases=["gpt-4=smollm2, big = org/big", "small=tiny"],
+    )
     assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two"]
-    assert settings.allowed_hosts == ("a.lan", "b.lan")
-    assert settings.model_aliases == {"gpt-4": "smollm2", "big": "org/big"}
-    assert settings.port == 9000
+    assert settings.allowed_hosts == ("a.lan", "b.lan", "c.lan")
+    assert settings.model_aliases == {"gpt-4": "smollm2", "big": "org/big", "small": "tiny"}
+
+
+def test_the_environment_says_nothing_to_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSE_API_KEYS", "one")
+    monkeypatch.setenv("DIFFUSE_MAX_REQUESTS", "7")
+    assert GatewaySettings() == GatewaySettings(api_keys=(), max_requests=32)
 
 
 def test_keys_do_not_show() -> None:
@@ -48,3 +53,10 @@ def test_loopback_needs_no_key(host: str) -> None:
 def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         GatewaySettings(**wrong)
+
+
+def test_a_state_of_another_form_is_refused_without_being_quoted() -> None:
+    with pytest.raises(ValidationError, match="a state is memory:") as raised:
+        GatewaySettings(state="postgres://me:hush@host")
+    assert "hush" not in str(raised.value)
+    assert "hush" not in repr(GatewaySettings(state="redis://me:hush@host"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,46 @@ LLAMA = TEMPLATE.replace(
     "CALLS",
     """{% for call in message.tool_calls or [] %}{"name": "{{ call.function.name }}", \
 "parameters": {{ call.function.arguments | tojson }}}{% endfor %}""",
+)
+
+QWEN_XML = TEMPLATE.replace(
+    "CALLS",
+    """{% for call in message.tool_calls or [] %}<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}""",
+)
+GLM = TEMPLATE.replace(
+    "CALLS",
+    """{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{% for key, value in call.function.arguments | items %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}""",
+)
+DEEPSEEK = TEMPLATE.replace(
+    "CALLS",
+    """{% for call in message.tool_calls or [] %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>\
+{{ call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}<｜tool▁call▁end｜>\
+<｜tool▁calls▁end｜>{% endfor %}""",
+)
+HARMONY = """Reasoning: {{ reasoning_effort }}\
+{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|start|>{{ message.role }}\
+{% if message.tool_calls %} to=functions.{{ message.tool_calls[0].function.name }}<|channel|>commentary json<|message|>\
+{{ message.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}\
+{% if message.thinking %}<|channel|>analysis<|message|>{{ message.thinking }}<|end|><|start|>assistant{% endif %}\
+{{ '<|channel|>final' if message.role == 'assistant' else '' }}<|message|>{{ message.content }}<|end|>\
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+HARMONY_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
 )
 
 WEATHER: dict[str, Any] = {
@@ -141,6 +182,16 @@ async def test_a_call_that_must_be_made_is_made_streamed_or_not(held: Served, ch
         (HERMES, ("<tool_call>", "</tool_call>"), "hermes"),
         (MISTRAL, ("[TOOL_CALLS]",), "mistral"),
         (LLAMA, (), "llama"),
+        (QWEN_XML, (), "qwen_xml"),
+        (QWEN_XML, ("<tool_call>", "</tool_call>"), "qwen_xml"),
+        (
+            GLM,
+            ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            "glm",
+        ),
+        (GLM, (), "glm"),
+        (DEEPSEEK, (), "deepseek"),
+        (HARMONY, HARMONY_MARKS, "harmony"),
         (None, (), "plain"),
     ],
 )
@@ -152,9 +203,16 @@ async def test_a_call_is_made_in_the_form_that_the_template_shows(
     assert tokenizer.tool_style.kind == kind
     engine = LocalEngine(tokenizer, max_positions=1024)
     async with serve(engine) as served:
-        told = {"model": "tiny", "tools": TOOLS, "tool_choice": NAMED, "seed": 5, "max_tokens": 600}
+        told: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "tool_choice": NAMED, "seed": 5}
+        ends_thoughts = {str(tokenizer.marker_ids["<|end|>"]): 9} if kind == "harmony" else {}
+        told |= {"max_tokens": 600, "logit_bias": ends_thoughts}
         whole = (await served.ask(**told)).json()["choices"][0]
         assert [name for name, _ in named(whole["message"]["tool_calls"])] == ["weather"]
+        arguments = json.loads(named(whole["message"]["tool_calls"])[0][1])
+        assert list(arguments) == ["city", "days"]
+        assert isinstance(arguments["city"], str)
+        assert len(arguments["city"]) <= 8
+        assert 1 <= arguments["days"] <= 9
         events = await served.stream(**told)
         (call,) = streamed_calls(events)
         assert call["arguments"] == named(whole["message"]["tool_calls"])[0][1]
@@ -274,6 +332,52 @@ async def test_a_free_answer_may_be_text_of_a_schema_or_a_call(held: Served) -> 
     assert {"stop", "tool_calls"} <= kinds
 
 
+MANY_KINDS: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "many",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "pattern": "^[A-C]{2}$"},
+                "unit": {"enum": ["km", "mile"]},
+                "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+                "where": {"$ref": "#/$defs/place"},
+            },
+            "required": ["code", "unit", "flags", "where"],
+            "$defs": {
+                "place": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+                    "required": ["x"],
+                }
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("template", [QWEN_XML, GLM], ids=["qwen", "glm"])
+async def test_arguments_in_tags_are_held_to_their_schema(
+    serve: Serve, tmp_path: Path, template: str
+) -> None:
+    engine = LocalEngine(tokenizer_with(tmp_path, template), max_positions=2048)
+    async with serve(engine) as served:
+        told = {"model": "tiny", "tools": [MANY_KINDS], "tool_choice": "required", "max_tokens": 900}
+        told["parallel_tool_calls"] = False
+        for seed in range(3):
+            choice = (await served.ask(**told, seed=seed)).json()["choices"][0]
+            arguments = json.loads(named(choice["message"]["tool_calls"])[0][1])
+            assert re.fullmatch("[A-C]{2}", arguments["code"])
+            assert arguments["unit"] in ("km", "mile")
+            assert all(isinstance(flag, bool) for flag in arguments["flags"])
+            assert isinstance(arguments["where"]["x"], int)
+        merged: dict[str, Any] = {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+        told["tools"] = function(parameters=merged)["tools"]
+        error = (await served.ask(**told)).json()["error"]
+        assert (error["param"], error["code"]) == ("tools.0.function.parameters", "unsupported_parameter")
+
+
 # Free answers, by a script -------------------------------------------------------------------------------------
 
 
@@ -305,6 +409,37 @@ async def test_without_tools_nothing_is_a_call(
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
         assert "tool_calls" not in choice["message"]
         assert "weather" not in hermes.decode(engine.requests[-1].prompt_ids)
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+async def test_a_request_that_says_functions_is_answered_in_its_words(
+    serve: Serve, hermes: ChatTokenizer, choice: str | None
+) -> None:
+    told = {"functions": [WEATHER["function"], NOW["function"]], "function_call": choice}
+    async with serve(scripted(hermes, f"Let me look.\n{CALL}\n{CALL}")) as served:
+        answer = (await served.ask(**told)).json()["choices"][0]
+        assert answer["finish_reason"] == "function_call"
+        assert answer["message"]["function_call"] == {
+            "name": "weather",
+            "arguments": '{"city": "Paris", "days": 2}',
+        }
+        assert "tool_calls" not in answer["message"]
+        chunks = chunks_of(await served.stream(**told))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        calls = [delta["function_call"] for delta in deltas if "function_call" in delta]
+        assert calls[0] == {"name": "weather", "arguments": ""}
+        assert "".join(call["arguments"] for call in calls) == answer["message"]["function_call"]["arguments"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+
+
+async def test_a_function_that_is_named_is_called(held: Served) -> None:
+    told = {"functions": [WEATHER["function"], NOW["function"]], "function_call": {"name": "now"}}
+    answer = (await held.ask(model="tiny", **told, max_tokens=400)).json()["choices"][0]
+    assert answer["message"]["function_call"] == {"name": "now", "arguments": "{}"}
+    none = (await held.ask(model="tiny", **told | {"function_call": "none"}, max_tokens=4)).json()["choices"][
+        0
+    ]
+    assert "function_call" not in none["message"]
 
 
 async def test_a_call_of_an_unknown_function_is_text(serve: Serve, hermes: ChatTokenizer) -> None:
@@ -371,6 +506,14 @@ async def test_a_template_is_given_tools_and_calls(serve: Serve, hermes: ChatTok
     assert '"description": "tells the weather"' in prompt
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in prompt
     assert "snow" in prompt
+
+
+def test_a_template_that_needs_descriptions_is_given_empty_ones(tmp_path: Path) -> None:
+    shown = "{{ '// ' + tool.function.description }}{{ tool.function.name }}"
+    shown = "{% for tool in tools or [] %}" + shown + "{% endfor %}"
+    tokenizer = tokenizer_with(tmp_path, shown + TEMPLATE.replace("CALLS", ""))
+    prompt = tokenizer.render([{"role": "user", "content": "hi"}], variables={"tools": [NOW]})
+    assert "// now" in tokenizer.decode(prompt)
 
 
 async def test_a_template_that_knows_no_tools_has_them_written_into_messages(
@@ -441,8 +584,13 @@ def function(**fields: Any) -> dict[str, Any]:
             "tools.0.function.parameters",
             "unsupported_parameter",
         ),
-        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
-        ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions", "invalid_value"),
+        ({"functions": [{"name": "a b"}]}, "functions.0.name", "invalid_value"),
+        ({"functions": {"name": "f"}}, "functions", "invalid_value"),
+        ({"function_call": {"name": "f"}}, "function_call", "invalid_value"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "invalid_value"),
+        ({"functions": [{"name": "f"}], "function_call": "required"}, "function_call", "invalid_value"),
+        ({"functions": [{"name": "f"}], "function_call": {}}, "function_call.name", "invalid_value"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
         ({"response_format": {}}, "response_format.type", "missing_required_parameter"),

@@ -24,6 +24,8 @@ from app.api.multipart import parse_form
 from app.api.video_protocol import FORM_TYPES, VideoJob, VideoList
 from app.engine.request import ModelStatus
 from app.jobs import files, runner
+from app.jobs.job import Job
+from app.state.state import JobBounds, JobRow
 from routing.errors import NoRouteError
 from tests.support.api_server import Served, events_of, serve_engines, settles
 from tests.support.fake_pictures import FakePictures, fake_videos
@@ -34,6 +36,8 @@ REQUIRED = {
     "id", "object", "model", "status", "progress", "created_at", "completed_at", "expires_at", "prompt", "size",
     "seconds", "remixed_from_video_id", "error",
 }  # fmt: skip
+
+ROOMY = JobBounds(1000, 1 << 30, 3600.0)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
@@ -315,7 +319,7 @@ async def test_a_failure_is_told_with_its_code_and_leaves_no_file(
     job = await over(served, (await post(served))["id"])
     assert (job["status"], job["error"]["code"]) == ("failed", "no_route")
     assert "2:4" in job["error"]["message"]
-    assert [path.name for path in (tmp_path / "videos" / job["id"]).iterdir()] == ["job.json"]
+    assert not (tmp_path / "videos" / job["id"]).exists()
     content = await served.http.get(f"{PATH}/{job['id']}/content")
     assert (content.status_code, content.json()["error"]["code"]) == (404, "video_failed")
     assert served.metric("diffuse_request_errors_total", endpoint=PATH, code="no_route") == 1
@@ -327,15 +331,14 @@ async def test_a_full_disk_fails_the_job_and_leaves_no_litter(
     real = os.fsync
 
     def full(descriptor: int) -> None:
-        if os.fstat(descriptor).st_size > 1000:  # what is said of a job still fits
-            raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
     job = await over(served, (await post(served))["id"])
     assert (job["status"], job["error"]["code"]) == ("failed", "storage_full")
     assert "disk is full" in job["error"]["message"]
-    assert [path.name for path in (tmp_path / "videos" / job["id"]).iterdir()] == ["job.json"]
+    assert not (tmp_path / "videos" / job["id"]).exists()
 
 
 async def test_the_oldest_videos_make_room_for_new_ones(filmer: FakePictures, tmp_path: Path) -> None:
@@ -362,26 +365,39 @@ async def test_a_video_beyond_the_bound_fails_with_the_numbers(
 
 
 async def test_a_restart_keeps_what_is_done_and_fails_what_ran(filmer: FakePictures, tmp_path: Path) -> None:
-    async with serve_engines(filmer, videos_dir=tmp_path) as served:
+    kept = {"videos_dir": tmp_path / "videos", "state": f"sqlite://{tmp_path}/gateway.sqlite"}
+    async with serve_engines(filmer, **kept) as served:
         done = await over(served, (await post(served))["id"])
         content = (await served.http.get(f"{PATH}/{done['id']}/content")).content
         hold(filmer)
         ran = await post(served)
-        record = tmp_path / ran["id"] / "job.json"
-        await settles(
-            lambda: filmer.num_open == 1 and json.loads(record.read_text())["status"] == "in_progress"
-        )
-        left = record.read_bytes()
-    record.write_bytes(left)  # as a process that was killed leaves it
-    (tmp_path / ran["id"] / "video.mp4.part").write_bytes(b"half")
-    (tmp_path / "video_broken").mkdir()
-    async with serve_engines(filmer, videos_dir=tmp_path) as served:
+        async with asyncio.timeout(5):
+            while (await job_of(served, ran["id"]))["status"] != "in_progress":
+                await asyncio.sleep(0.01)
+        await served.gateway.state.jobs.add(_unfinished(), ROOMY)  # as a process that was killed leaves one
+    (tmp_path / "videos" / done["id"] / "video.mp4.part").write_bytes(b"half")
+    (tmp_path / "videos" / "video_broken").mkdir()
+    async with serve_engines(filmer, **kept) as served:
         jobs = {job["id"]: job for job in (await served.http.get(PATH)).json()["data"]}
         assert jobs[done["id"]] == done
-        assert (jobs[ran["id"]]["status"], jobs[ran["id"]]["error"]["code"]) == ("failed", "interrupted")
+        for job_id in (ran["id"], "video_killed"):
+            assert (jobs[job_id]["status"], jobs[job_id]["error"]["code"]) == ("failed", "interrupted")
         assert (await served.http.get(f"{PATH}/{done['id']}/content")).content == content
-    assert sorted(path.name for path in (tmp_path / ran["id"]).iterdir()) == ["job.json"]
-    assert not (tmp_path / "video_broken").exists()
+    assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == ["lock", done["id"]]
+    assert not list((tmp_path / "videos").rglob("*.part"))
+
+
+def _unfinished() -> JobRow:
+    job = Job("video_killed", "", "filmer", "waves", "64x48", "1", status="in_progress")
+    return JobRow(job, "another gateway", 4096)
+
+
+async def test_without_its_folder_a_finished_job_is_forgotten(filmer: FakePictures, tmp_path: Path) -> None:
+    state = f"sqlite://{tmp_path}/gateway.sqlite"
+    async with serve_engines(filmer, state=state) as served:
+        await over(served, (await post(served))["id"])
+    async with serve_engines(filmer, state=state) as served:
+        assert (await served.http.get(PATH)).json()["data"] == []
 
 
 async def test_ending_the_gateway_fails_running_jobs_and_tells_who_watches(
@@ -403,9 +419,9 @@ async def test_ending_the_gateway_fails_running_jobs_and_tells_who_watches(
 
 
 async def test_jobs_end_with_their_time(filmer: FakePictures, tmp_path: Path) -> None:
-    async with serve_engines(filmer, videos_dir=tmp_path, videos_lifetime_s=0.2) as served:
+    async with serve_engines(filmer, videos_dir=tmp_path, videos_lifetime_s=1.0) as served:
         job = await over(served, (await post(served))["id"])
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1.05)
         assert (await served.http.get(f"{PATH}/{job['id']}")).status_code == 404
         await post(served)
         assert not (tmp_path / job["id"]).exists()

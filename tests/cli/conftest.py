@@ -80,13 +80,13 @@ class Diffuse:
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands of tests neither see nor touch what the user of this machine runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DIFFUSE_STATE", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("DIFFUSE_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         yield
 
 
 @pytest.fixture
 def diffuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Diffuse:
-    monkeypatch.setenv("DIFFUSE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("DIFFUSE_STATE_DIR", str(tmp_path / "state"))
     for name in ("DIFFUSE_API_KEY", "DIFFUSE_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     for name in thread_environment(1):

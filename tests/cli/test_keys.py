@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from app.keys import ApiKey, digest_of
+from app.keys_file import read_keys
 from cli.key_files import live_move, load_or_make, rotate
 from cli.membership import network_id
 from routing.guest_token import GuestScope, parse_guest_token, read_guest_token
@@ -148,3 +150,77 @@ def test_a_wrong_term_is_told(flags: tuple[str, ...], said: str, diffuse: Diffus
     assert result.exit_code != 0
     assert said in result.stderr
     assert result.stdout == ""
+
+
+# --- API keys of a gateway
+
+
+def test_an_api_key_is_printed_once_and_only_its_hash_is_kept(diffuse: Diffuse, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "keys.toml"
+    made = diffuse("keys", "api", "--name", "anna", "--keys-file", str(path))
+    assert made.exit_code == 0
+    key = made.stdout.strip()
+    assert key.startswith("sk-")
+    assert len(key) > 40
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert key not in path.read_text()
+    assert key not in made.stderr
+    assert str(path) in made.stderr
+    assert read_keys(path) == (ApiKey(digest_of(key), "anna"),)
+
+
+def test_limits_of_an_api_key_stand_in_its_entry(diffuse: Diffuse, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    flags = [
+        "--model",
+        "smollm2",
+        "--model",
+        'a "b" c',
+        "--requests-per-minute",
+        "60",
+        "--max-concurrent",
+        "4",
+    ]
+    before = time.time()
+    made = diffuse(
+        "keys", "api", "--name", "anna@example.org", "--keys-file", str(path), *flags, "--expires", "30d"
+    )
+    (key,) = read_keys(path)
+    assert (key.digest, key.name) == (digest_of(made.stdout.strip()), "anna@example.org")
+    assert key.models == {"smollm2", 'a "b" c'}
+    assert (key.requests_per_minute, key.max_concurrent) == (60, 4)
+    assert before - 1 <= key.expires_s - 30 * 24 * 3600 <= time.time()
+
+
+def test_another_api_key_leaves_what_stands_in_the_file(diffuse: Diffuse, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    diffuse("keys", "api", "--name", "anna", "--keys-file", str(path))
+    path.write_text("# mine\n" + path.read_text().rstrip("\n"))
+    before = path.read_text()
+    diffuse("keys", "api", "--name", "bert", "--keys-file", str(path))
+    assert path.read_text().startswith(before)
+    assert [key.name for key in read_keys(path)] == ["anna", "bert"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "said"),
+    [
+        ('[[keys]]\nname = "anna"\nsha256 = "' + "ab" * 32 + '"\n', "anna", "a key named anna already"),
+        ("[[keys]", "anna", "is no TOML"),
+        ("keys = []\n", "anna", "is no TOML"),
+        ("", "a b", "letters, digits"),
+        ("", 'a"', "letters, digits"),
+    ],
+)
+def test_an_api_key_that_cannot_be_added_changes_nothing(
+    diffuse: Diffuse, tmp_path: Path, content: str, name: str, said: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(content)
+    path.chmod(0o600)
+    refused = diffuse("keys", "api", "--name", name, "--keys-file", str(path))
+    assert refused.exit_code != 0
+    assert said in " ".join(refused.stderr.replace("│", " ").split())
+    assert refused.stdout == ""
+    assert path.read_text() == content

@@ -154,9 +154,9 @@ def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_the_state_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DIFFUSE_STATE", str(tmp_path))
+    monkeypatch.setenv("DIFFUSE_STATE_DIR", str(tmp_path))
     assert default_state_dir() == tmp_path
-    monkeypatch.delenv("DIFFUSE_STATE")
+    monkeypatch.delenv("DIFFUSE_STATE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     if sys.platform == "linux":
         assert default_state_dir() == tmp_path / "diffuse"

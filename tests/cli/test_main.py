@@ -27,6 +27,7 @@ COMMANDS = (
     "doctor",
     "leave",
     "bench",
+    "config",
 )
 HEAVY = ("torch", "transformers", "fastapi", "pydantic", "httpx", "numpy")
 
@@ -54,9 +55,30 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_help_is_instant() -> None:
+@pytest.mark.parametrize("command", [[], ["serve"], ["up"], ["config"]])
+def test_help_of_a_command_imports_nothing_heavy(command: list[str]) -> None:
+    code = (
+        "import sys, atexit; from cli.main import main; sys.argv = ['diffuse', *sys.argv[1:], '--help']; "
+        f"atexit.register(lambda: print([n for n in {HEAVY} if n in sys.modules], file=sys.stderr)); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["serve", "host", "sentinel", "up"])
+def test_help_can_be_read_in_80_columns(
+    diffuse: Diffuse, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = diffuse(command, "--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines), "a word that does not fit is cut"
+
+
+@pytest.mark.parametrize("command", [[], ["serve"]])
+def test_help_is_instant(command: list[str]) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(own_command(["--help"]), capture_output=True, check=True)
+    subprocess.run(own_command([*command, "--help"]), capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert cpu_s < 0.5  # of the processor, since other jobs may share the machine

@@ -22,7 +22,7 @@ from tests.support.tiny_pipelines import TinyPipelines
 def swarm(ends: opt.Ends = opt.Ends.LOCAL) -> _Swarm:
     plan = SwarmPlan("wan", 3, ends, (1, 0), 1, opt.Weights.AUTO, opt.Runner.AUTO, None)
     with closing(bind_loopback(0)) as listener:
-        return _Swarm(plan, listener)
+        return _Swarm(plan, listener, lambda command: {})
 
 
 @pytest.mark.parametrize(

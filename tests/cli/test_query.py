@@ -90,10 +90,10 @@ def test_nothing_listening_says_what_to_start(diffuse: Diffuse) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_failed_connection_says_the_systems_reason(diffuse: Diffuse, gateway: FakeGateway) -> None:
+def test_a_gateway_that_speaks_no_tls_is_called_so(diffuse: Diffuse, gateway: FakeGateway) -> None:
     result = diffuse("query", "--prompt", "Hi", "--url", gateway.url.replace("http:", "https:"))
-    assert "no gateway answers at https://" in result.stderr
-    assert "SSL" in result.stderr
+    assert "no link to the gateway at https://" in result.stderr
+    assert "it speaks no TLS: write http://" in result.stderr
 
 
 def test_a_server_that_is_no_gateway_is_called_so(diffuse: Diffuse, gateway: FakeGateway) -> None:

@@ -27,6 +27,7 @@ from routing.types import Capabilities
 from tests.cli.conftest import Diffuse
 
 NODE = f"{'ab' * 32}@127.0.0.1:7001"
+KEPT = ("DIFFUSE_STATE_DIR", "DIFFUSE_CONFIG")
 
 
 @pytest.fixture
@@ -50,10 +51,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     monkeypatch.setattr(
         "cli.serve._serve",
-        lambda gateway, member, library, teller, listener: seen.extend((gateway, member, library)),
+        lambda gateway, member, library, teller, listener, tls: seen.extend((gateway, member, library)),
     )
     monkeypatch.setattr("cli.serve._listener", lambda gateway, listen_fd: None)
-    for name in [name for name in os.environ if name.startswith("DIFFUSE_") and name != "DIFFUSE_STATE"]:
+    for name in [name for name in os.environ if name.startswith("DIFFUSE_") and name not in KEPT]:
         monkeypatch.delenv(name)
     return seen
 
@@ -186,7 +187,7 @@ def test_what_a_node_could_not_use_is_said_before_it_starts(
             (("--bootstrap", "127.0.0.1:7001"), "a node is written id@host:port; copy the whole"),
             (("--owner-key", str(key)), "give --key FILE too"),
             (("--model", "a", "--model", "b", "--layers", "0:4"), "--model MODEL=START:END"),
-            (("--overhead", "1.5"), "'--overhead'"),
+            (("--overhead", "1.5"), "--overhead: "),
             (("--allow-file", str(key.with_name("none"))), "cannot read the allow list"),
             (("--token-file", str(key)), "this is no guest token"),
         ):
@@ -209,12 +210,13 @@ def test_a_gateways_port_in_use_is_said_before_the_long_imports(diffuse: Diffuse
 @pytest.mark.parametrize(
     ("flags", "variables", "said"),
     [
-        (("--alias", "x"), {}, "diffuse: --alias: write aliases as"),
+        (("--model-aliases", "x"), {}, "diffuse: --model-aliases: write aliases as"),
         (("--listen", "nowhere"), {}, "'--listen'"),
         (("--public-addr", "nowhere"), {}, "'--public-addr'"),
         (("--local-layers", "x"), {}, "'--local-layers'"),
-        ((), {"DIFFUSE_KEEPALIVE_S": "soon"}, "diffuse: DIFFUSE_KEEPALIVE_S: "),
-        ((), {"DIFFUSE_PORT": "many"}, "diffuse: --listen or DIFFUSE_PORT: "),
+        ((), {"DIFFUSE_KEEPALIVE": "soon"}, "diffuse: DIFFUSE_KEEPALIVE: 'soon': give a time like 30s"),
+        ((), {"DIFFUSE_MAX_REQUESTS": "0"}, "diffuse: DIFFUSE_MAX_REQUESTS: "),
+        ((), {"DIFFUSE_LISTEN": "many"}, "diffuse: DIFFUSE_LISTEN: 'many': give it as HOST:PORT"),
     ],
 )
 def test_a_wrong_setting_is_named_as_it_was_set(
@@ -247,7 +249,16 @@ def test_a_gateway_gets_what_its_flags_say(diffuse: Diffuse, served: list[Any]) 
             "--public-addr",
             "ai.home:443",
         ],
-        *["--api-key", "k1", "--api-key", "k2", "--alias", "gpt-4o-mini=T", "--request-timeout", "30"],
+        *[
+            "--api-keys",
+            "k1",
+            "--api-keys",
+            "k2",
+            "--model-aliases",
+            "gpt-4o-mini=T",
+            "--request-timeout",
+            "30",
+        ],
     )
     assert result.exit_code == 0, result.stderr
     gateway, member, library = served
@@ -285,7 +296,7 @@ def test_what_no_flag_says_may_come_from_the_environment(
     diffuse: Diffuse, served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIFFUSE_API_KEYS", "from-env")
-    monkeypatch.setenv("DIFFUSE_PORT", "8123")
+    monkeypatch.setenv("DIFFUSE_LISTEN", "127.0.0.1:8123")
     assert diffuse("serve", "--node", NODE).exit_code == 0
     assert [key.get_secret_value() for key in served[0].api_keys] == ["from-env"]
     assert served[0].port == 8123
@@ -294,11 +305,11 @@ def test_what_no_flag_says_may_come_from_the_environment(
 def test_an_open_address_without_a_key_is_refused(diffuse: Diffuse, served: list[Any]) -> None:
     result = diffuse("serve", "--node", NODE, "--listen", "0.0.0.0:8000")
     assert result.exit_code == 2
-    assert "--api-key" in result.stderr
+    assert "--api-keys" in result.stderr
 
 
 def test_a_key_is_never_shown(diffuse: Diffuse, served: list[Any]) -> None:
-    result = diffuse("serve", "--node", NODE, "--api-key", "not ascii é")
+    result = diffuse("serve", "--node", NODE, "--api-keys", "not ascii é")
     assert result.exit_code == 2
     assert "not ascii" not in result.stderr
 

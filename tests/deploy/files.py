@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +87,8 @@ def _compose_commands() -> Iterator[Command]:
 def _pod_commands() -> Iterator[Command]:
     for name, pod in pods():
         for container in pod["containers"]:
-            yield Command(f"kubernetes {name}", _joined([*container["command"], *container["args"]]))
+            if container["image"].startswith("diffuse:"):
+                yield Command(f"kubernetes {name}", _joined([*container["command"], *container["args"]]))
 
 
 def _unit_commands() -> Iterator[Command]:
@@ -99,12 +99,13 @@ def _unit_commands() -> Iterator[Command]:
             for line in re.findall(r"^Environment=(.*)", text, re.M)
             for part in line.split()
         )
-        line = re.search(r"^ExecStart=/opt/diffuse/bin/diffuse (.*)", text, re.M)
+        line = re.search(r"^ExecStart=/opt/diffuse/bin/diffuse (\w+) \$FLAGS$", text, re.M)
         assert line is not None, path
-        filled = line[1]
-        for variable in re.findall(r"\$\{?\w+\}?", filled):
-            filled = filled.replace(variable, values.get(variable.strip("${}"), "ID"))
-        yield Command(f"systemd {path.name}", tuple(shlex.split(filled)))
+        told = [(name.removeprefix("DIFFUSE_").lower(), value) for name, value in values.items()]
+        settings = [
+            f"--{name.replace('_', '-')}={value}" for name, value in told if name not in ("home", "flags")
+        ]
+        yield Command(f"systemd {path.name}", (line[1], *settings))
 
 
 def _joined(words: list[str]) -> tuple[str, ...]:
@@ -112,9 +113,11 @@ def _joined(words: list[str]) -> tuple[str, ...]:
     match words:
         case ["join", command, *flags]:
             return (command, *flags, "--bootstrap", "ID")
+        case ["diffuse", command, *flags]:
+            return (command, *flags)
         case ["meet", address, *flags]:
             return ("sentinel", "--key", "KEY", "--public-addr", address, *flags)
-    raise AssertionError(f"neither join nor meet: {words}")
+    raise AssertionError(f"neither join, meet nor diffuse: {words}")
 
 
 def alerts() -> dict[str, dict[str, Any]]:

@@ -42,8 +42,8 @@ def run(image: Stage, tmp_path: Path, *words: str) -> subprocess.CompletedProces
     environment = {
         "PATH": f"{image.root}/opt/diffuse/bin:/usr/bin:/bin",
         "HOME": str(tmp_path),
-        "DIFFUSE_CACHE": str(tmp_path / "cache"),
-        "DIFFUSE_STATE": str(tmp_path / "state"),
+        "DIFFUSE_CACHE_DIR": str(tmp_path / "cache"),
+        "DIFFUSE_STATE_DIR": str(tmp_path / "state"),
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from typer.main import get_command
 
 from cli.main import app
 from cli.options import DEFAULT_MODEL
+from cli.setting_names import OTHER_VARIABLES, variable_of
+from cli.settings_command import SERVICES, setting_options
 from node.settings import DEFAULT_DRAIN_S
 from tests.deploy.files import (
     DEPLOY,
@@ -34,6 +37,52 @@ def test_every_command_line_is_one_that_diffuse_takes(command: Command) -> None:
     known = get_command(app).commands[name]  # type: ignore[attr-defined]
     context = known.make_context(name, list(flags))  # raises for a flag that there is not
     assert not context.args
+
+
+def test_every_variable_is_one_that_diffuse_reads() -> None:
+    texts = [
+        *_texts(),
+        *(
+            path.read_text()
+            for path in DEPLOY.rglob("*")
+            if path.suffix in ("", ".service") and path.is_file()
+        ),
+    ]
+    named = set(
+        re.findall(
+            r"\bDIFFUSE_[A-Z_]+\b(?=[=:\s,}])", "\n".join([*texts, (ROOT / "compose.tls.yaml").read_text()])
+        )
+    )
+    assert {"DIFFUSE_API_KEYS", "DIFFUSE_STATE", "DIFFUSE_BOOTSTRAP", "DIFFUSE_TLS_CERT"} <= named
+    commands_of_ours: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    known = {variable_of(name) for one in SERVICES for name in setting_options(commands_of_ours[one])}
+    assert named <= known | OTHER_VARIABLES
+
+
+def test_gateways_of_a_cluster_share_their_state() -> None:
+    pod = dict(pods())["diffuse-gateway"]
+    variables = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+    assert variables["DIFFUSE_STATE"]["valueFrom"]["secretKeyRef"] == {"name": "diffuse-state", "key": "url"}
+    services = {manifest["metadata"]["name"] for manifest in manifests() if manifest["kind"] == "Service"}
+    (host,) = re.findall(r"@([\w-]+)\.diffuse\.svc:6379", (KUBERNETES / "secrets").read_text())
+    assert host in services
+
+
+def test_what_kubernetes_says_of_services_is_kept_out_of_the_settings() -> None:
+    for name, pod in pods():
+        assert pod["enableServiceLinks"] is False, name
+
+
+def test_a_change_for_tls_changes_what_is_there() -> None:
+    whole = {(one["kind"], one["metadata"]["name"]): one for one in manifests()}
+    for path in (KUBERNETES / "tls" / "gateway.yaml", KUBERNETES / "tls" / "service-monitor.yaml"):
+        patch = yaml.safe_load(path.read_text())
+        assert (patch["kind"], patch["metadata"]["name"]) in whole
+    patch = yaml.safe_load((KUBERNETES / "tls" / "gateway.yaml").read_text())["spec"]["template"]["spec"]
+    pod = dict(pods())["diffuse-gateway"]
+    assert patch["containers"][0]["name"] == pod["containers"][0]["name"]
+    services = yaml.safe_load((ROOT / "compose.tls.yaml").read_text())["services"]
+    assert services.keys() < compose()["services"].keys()
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.where)
@@ -94,6 +143,8 @@ def test_profiles_do_not_ask_for_services_outside_them() -> None:
 def test_a_pod_is_given_longer_to_end_than_its_sessions() -> None:
     drains = {command.where: command.flag("--drain") for command in commands()}
     for name, pod in pods():
+        if f"kubernetes {name}" not in drains:
+            continue  # of another program
         drain = drains[f"kubernetes {name}"]
         limit = 0.0 if "sentinel" in name else DEFAULT_DRAIN_S if drain is None else float(drain)
         assert pod["terminationGracePeriodSeconds"] > limit, name

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.deploy.files import DEPLOY, KUBERNETES, ROOT, compose
 from tests.deploy.prometheus import need
@@ -54,6 +55,8 @@ def test_compose_is_what_the_specification_allows(tools: Path, tmp_path: Path) -
     schema = tmp_path / "package" / "lib" / "compose-spec" / "schema" / "compose-spec.json"
     (tmp_path / "compose.json").write_text(json.dumps(compose()))
     done(tools / "python", "-c", CHECK, schema, tmp_path / "compose.json")
+    (tmp_path / "tls.json").write_text(json.dumps(yaml.safe_load((ROOT / "compose.tls.yaml").read_text())))
+    done(tools / "python", "-c", CHECK, schema, tmp_path / "tls.json")
     wrong = compose()
     wrong["services"]["sentinel"]["comand"] = []
     (tmp_path / "wrong.json").write_text(json.dumps(wrong))
@@ -79,6 +82,8 @@ def test_the_secrets_are_made_as_the_manifests_want_them(tools: Path) -> None:
         "diffuse-swarm",
         "diffuse-sentinel-1",
         "prefix-secret",
+        "diffuse-state",
+        "DIFFUSE_BOOTSTRAP",
     ):
         assert name in made
 
@@ -88,6 +93,29 @@ def test_kustomize_builds_them_all() -> None:
     built = done("kubectl", "kustomize", KUBERNETES)
     assert built.count("\nkind: ") + built.startswith("kind: ") >= 16
     assert built.count("namespace: diffuse") >= 15
+
+
+def test_kustomize_adds_tls_where_it_is_asked_for(tmp_path: Path) -> None:
+    need("kubectl")
+    folder = shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    with (folder / "kustomization.yaml").open("a") as file:
+        file.write("components: [tls]\n")
+    built = list(yaml.safe_load_all(done("kubectl", "kustomize", folder)))
+    (gateway,) = [
+        one for one in built if (one["kind"], one["metadata"]["name"]) == ("Deployment", "diffuse-gateway")
+    ]
+    pod = gateway["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (variables["DIFFUSE_TLS_CERT"], "DIFFUSE_STATE" in variables) == ("/tls/tls.crt", True)
+    assert container["readinessProbe"]["httpGet"] == {"scheme": "HTTPS", "path": "/ready", "port": "http"}
+    assert {"state", "tls"} <= {volume["name"] for volume in pod["volumes"]}
+    (monitor,) = [
+        one
+        for one in built
+        if one["metadata"]["name"] == "diffuse-gateway" and one["kind"] == "ServiceMonitor"
+    ]
+    assert [one["scheme"] for one in monitor["spec"]["endpoints"]] == ["https"]
 
 
 def test_systemd_takes_every_unit(tmp_path: Path) -> None:

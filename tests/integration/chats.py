@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -22,6 +22,9 @@ from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
 from tests.integration.home import Home, home
 from tests.node.rig import DIGEST, Node, until
+
+if TYPE_CHECKING:
+    from node.tracing import NodeTraces
 
 NUM_LAYERS = 6
 HIDDEN_SIZE = 32
@@ -81,6 +84,7 @@ async def chat(
     guesses: bool = False,
     chunk: int = 3,
     slices: int = 2,
+    traces: NodeTraces | None = None,
 ) -> AsyncIterator[Chat]:
     """Slices with so many copies each; the first and last layers that are `local` at home, None: the thin mode.
 
@@ -92,6 +96,7 @@ async def chat(
     size = middle.end - middle.start
     cuts = [middle.start + size * number // slices for number in range(slices + 1)]
     async with home() as here:
+        here.rig.traces = traces
         nodes = [
             await _add(here, runners.from_model(model, _parts(start, end, shape, local is None)), start, end)
             for start, end in pairwise(cuts)

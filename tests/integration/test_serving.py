@@ -23,8 +23,10 @@ from app.engine.network import MemberSettings
 from app.engine.request import KnownModel, ModelStatus
 from app.settings import GatewaySettings
 from routing.errors import SettingsError
+from routing.tls import Tls
 from slicing import wide_head
 from tests.app.fake_network import joined
+from tests.support.certificates import Authority
 from tests.support.tiny_models import small_llama
 
 SWARM = swarm.SwarmSettings(model="none", nodes=(), network_id=bytes(32))
@@ -74,6 +76,28 @@ async def test_a_server_that_ends_by_itself_ends_the_gateway(
     with pytest.raises(RuntimeError, match="ended by itself"):
         async with asyncio.timeout(5):
             await serving.run_gateway(GatewaySettings(port=0), MEMBER, NAMED)
+
+
+async def test_a_gateway_says_https_and_watches_its_certificate(
+    no_swarm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    watched, told = asyncio.Event(), list[dict[str, Any]]()
+
+    async def watch(self: Tls) -> None:
+        watched.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Tls, "watch", watch)
+    files = Authority(tmp_path).files("gateway")
+    settings = GatewaySettings(port=0, tls_cert=files.cert, tls_key=files.key)
+    running = asyncio.create_task(serving.run_gateway(settings, MEMBER, NAMED, on_event=told.append))
+    async with asyncio.timeout(10):
+        await watched.wait()
+        while not [event for event in told if event["event"] == "ready"]:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert told[-1]["url"].startswith("https://127.0.0.1:")
 
 
 async def test_a_cancelled_load_ends_at_its_next_report(monkeypatch: pytest.MonkeyPatch) -> None:

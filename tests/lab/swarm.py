@@ -154,7 +154,7 @@ class LabSwarm:
         return process
 
     def _environment(self) -> dict[str, str]:
-        return ENVIRONMENT | {"DIFFUSE_STATE": str(self.folder)}
+        return ENVIRONMENT | {"DIFFUSE_STATE_DIR": str(self.folder)}
 
     def _place(self, role: str, host: Host) -> Path:
         place = self.folder / f"{role}-{host.name}-{len(list(self.folder.iterdir()))}"

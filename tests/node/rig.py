@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -49,6 +49,9 @@ from slicing.model_kind import shape_of
 from slicing.runner import Parts, PlainRunner
 from tests.node.fake_runner import CACHE_BYTES_PER_POSITION, HIDDEN_SIZE, NUM_LAYERS, FakeRunner
 from tests.support.fake_link import FakeEndpoint, FakeNetwork
+
+if TYPE_CHECKING:
+    from node.tracing import NodeTraces
 
 NETWORK_ID = bytes(32)
 DIGEST = b"d" * 32
@@ -254,6 +257,7 @@ class Rig:
         self.network = network
         self.gateway = Gateway()
         self.nodes: list[Node] = []
+        self.traces: NodeTraces | None = None  # of all nodes that are added from then on
         self.takes_memory = False  # whether the fake nodes' model looks at an encoder's states
         self._tasks = tasks
         self._make_endpoint = make_endpoint
@@ -283,6 +287,7 @@ class Rig:
             stats=stats,
             tasks=self._tasks,
             clock=lambda: now[0],
+            traces=self.traces,
         )
         capabilities = Capabilities(dtypes=SPOKEN_DTYPES, seal_key=seal_key.public)
         endpoint = self._make_endpoint(identity, NETWORK_ID, lambda: capabilities, server)

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DIFFUSE_CACHE_DIR", str(tmp_path / "cache"))
 
 
 class Running:

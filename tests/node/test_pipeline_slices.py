@@ -33,7 +33,7 @@ AT_ONCE = PlacingTimes(first_look=0.0, settle=0.01, confirm=0.01, delay=0.01, de
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DIFFUSE_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture

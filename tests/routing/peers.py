@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from routing.dialling import dial_websocket
 from routing.dispatcher import Dispatcher
 from routing.endpoint import Endpoint
 from routing.errors import RemoteError
@@ -15,7 +16,7 @@ from routing.identity import Identity
 from routing.link import Link
 from routing.relay import RelayLimits, RelayServer
 from routing.reservations import Reservations
-from routing.transport import WebSocket, dial_websocket
+from routing.transport import WebSocket
 from routing.types import Answer, Capabilities, Describe, Message, NodeAddress, SessionId, Step
 
 NETWORK_ID = b"n" * 32

@@ -176,7 +176,7 @@ def test_a_package_without_its_file_is_told(tmp_path: Path, monkeypatch: pytest.
 def test_a_full_disk_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slicing.gguf.EXPANSION", 10**15)
     (tmp_path / "x.gguf").write_bytes(b"GGUF" * 100)
-    with pytest.raises(ModelError, match="set DIFFUSE_CACHE to a folder with more room"):
+    with pytest.raises(ModelError, match="set DIFFUSE_CACHE_DIR to a folder with more room"):
         converted_folder(tmp_path / "x.gguf", tmp_path / "cache")
 
 

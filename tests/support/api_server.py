@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import uvicorn
@@ -21,6 +21,12 @@ from app.jobs.runner import JobRunner
 from app.main import create_app, serve_config
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
+from app.state.opening import open_state
+from routing.tls import Tls, https_tls
+from routing.tls_files import TlsFiles
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 QUESTION: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
@@ -36,6 +42,7 @@ class Served:
     gateway: Gateway
     metrics: GatewayMetrics
     jobs: JobRunner
+    tls: Tls | None = None
 
     async def ask(self, **changes: Any) -> httpx.Response:
         """Send `QUESTION` with changes; a change to None leaves the field out."""
@@ -98,32 +105,37 @@ class QuickServer(uvicorn.Server):
 
 
 def serve_engines(
-    *engines: AnyEngine | DiffusionEngine, **settings: Any
+    *engines: AnyEngine | DiffusionEngine, tracer: Tracer | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[Served]:
     """Run the application over engines that are there."""
-    return serve_library(Shelf({engine.model_name: engine for engine in engines}), **settings)
+    return serve_library(Shelf({engine.model_name: engine for engine in engines}), tracer=tracer, **settings)
 
 
 @asynccontextmanager
-async def serve_library(library: Library, **settings: Any) -> AsyncIterator[Served]:
+async def serve_library(
+    library: Library, *, tracer: Tracer | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """Run the application until the block is left."""
-    metrics = GatewayMetrics()
     chosen = GatewaySettings(port=0, **settings)
-    app = create_app(chosen, library, metrics)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = QuickServer(serve_config(app, chosen))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    port = listener.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    try:
-        await settles(lambda: server.started)
-        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, verify=False) as http:
-            yield Served(url, port, http, app.state.gateway, metrics, app.state.jobs)
-    finally:
-        await app.state.jobs.close()
-        server.leaving.set()
-        await serving
-        listener.close()
+    async with open_state(chosen.state.get_secret_value()) as state:
+        metrics = GatewayMetrics()
+        app = create_app(chosen, library, metrics, state, tracer=tracer)
+        listener = socket.create_server(("127.0.0.1", 0))
+        tls = https_tls(TlsFiles(chosen.tls_cert, chosen.tls_key))
+        server = QuickServer(serve_config(app, chosen, tls))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        url = f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
+        try:
+            await settles(lambda: server.started)
+            async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, verify=False) as http:
+                yield Served(url, port, http, app.state.gateway, metrics, app.state.jobs, tls)
+        finally:
+            await app.state.jobs.close()
+            server.leaving.set()
+            await serving
+            await app.state.gateway.close()
+            listener.close()
 
 
 async def settles(condition: Callable[[], bool], *, within_s: float = 3.0) -> None:

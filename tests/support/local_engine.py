@@ -19,6 +19,7 @@ from app.engine.request import (
     FinishReason,
     GenerationEvent,
     GenerationRequest,
+    HopUse,
     ModelStatus,
     PrefillProgress,
     RouteHop,
@@ -117,8 +118,10 @@ class ScriptedEngine:
     status: ModelStatus = field(default_factory=lambda: ModelStatus("ready", 30))
     before_token: Callable[[int], object] = lambda _: None
     prefill_steps: int = 0
+    before_prefill: Callable[[int], object] = lambda _: None  # alike, before each step of it
     replays: int = 0
     route: tuple[RouteHop, ...] = ()
+    hops: tuple[HopUse, ...] = ()
     drafts: tuple[int, int] = (0, 0)  # drafted, accepted
     forced: int = 0
     num_open: int = 0
@@ -139,6 +142,8 @@ class ScriptedEngine:
             await self._wait(-1)
             yield Admitted(len(request.prompt_ids), FINGERPRINT)
             for step in range(self.prefill_steps):
+                if asyncio.iscoroutine(waiting := self.before_prefill(step)):
+                    await waiting
                 yield PrefillProgress(step + 1, self.prefill_steps)
             if request.scores_prompt:
                 scores = tuple(scripted_score(one, request) for one in request.prompt_ids[1:])
@@ -148,6 +153,7 @@ class ScriptedEngine:
                 is_end = isinstance(event, Finished)
                 drafted, accepted = self.drafts
                 told = {"route": self.route, "drafted": drafted, "accepted": accepted, "forced": self.forced}
+                told |= {"hops": self.hops}
                 yield replace(event, **told) if is_end else event
         finally:
             self.num_open -= 1
@@ -189,7 +195,8 @@ async def answer_with(
     text = tokenizer.answer_text(
         request.stop,
         continued_ids=request.prompt_ids if request.continues_text else (),
-        shown_ids=request.tools.shown_ids if request.tools is not None else (),
+        shown_ids=request.shown_ids,
+        thoughts=request.thoughts,
     )
     reason: FinishReason = "length"
     count = 0
@@ -201,15 +208,23 @@ async def answer_with(
             yield TextDelta("", token_ids=(token_id,), scores=scores)
             break
         delta = text.push(token_id)
-        yield TextDelta(delta, timings=_timings(began, count), token_ids=(token_id,), scores=scores)
+        yield TextDelta(
+            delta,
+            timings=_timings(began, count),
+            token_ids=(token_id,),
+            scores=scores,
+            thought=text.take_thought(),
+        )
         if text.is_stopped:
             reason = "stop"
             break
         if count == request.max_tokens:
             break
     await tokens.aclose()
-    if not text.is_stopped and (rest := text.finish()):
-        yield TextDelta(rest, num_tokens=0)
+    rest = "" if text.is_stopped else text.finish()
+    thought = text.take_thought()
+    if rest or thought:
+        yield TextDelta(rest, num_tokens=0, thought=thought)
     yield Finished(
         reason,
         prompt_tokens=len(request.prompt_ids),
@@ -217,6 +232,7 @@ async def answer_with(
         timings=_timings(began, count),
         replays=replays,
         fingerprint=FINGERPRINT,
+        thinking_tokens=text.num_thinking,
     )
 
 

@@ -27,6 +27,7 @@ import node.main
 import slicing.fast.loading
 
 MAX_REQUEST = 256 << 10
+ERRORS_VARIABLE = "NURSERY_STDERR"  # of a child's environment: a file to write standard error to
 
 __all__ = ["app", "node", "slicing"]
 
@@ -73,6 +74,8 @@ def _become(wanted: dict[str, object], stdin: int, stdout: int) -> NoReturn:
         os.close(stdout)
         os.environ.clear()
         os.environ.update(wanted["environment"])  # type: ignore[arg-type]
+        if path := os.environ.get(ERRORS_VARIABLE):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         sys.argv = ["diffuse", *wanted["arguments"]]  # type: ignore[misc]
         cli.main.main()
         code = 0

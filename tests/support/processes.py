@@ -199,7 +199,7 @@ class Processes:
         return self._spawn("host", "--model", model, *arguments, "--threads", "1", *flags)
 
     def _environment(self) -> dict[str, str]:
-        return os.environ | ONE_THREAD | {"DIFFUSE_STATE": str(self.state_dir)} | self.environment
+        return os.environ | ONE_THREAD | {"DIFFUSE_STATE_DIR": str(self.state_dir)} | self.environment
 
     def _spawn(self, *arguments: str) -> Process:
         child = Process(self._popen([*arguments, "--events", "json", "--until-eof"]))

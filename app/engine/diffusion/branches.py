@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,7 +199,8 @@ class Branches:
             except BaseException as error:  # also a cancelled picture: whoever waits is told
                 result.set_exception(error)
 
-        thread = threading.Thread(target=work, name=f"branch-{attempt.branch.ordinal}", daemon=True)
+        name = f"branch-{attempt.branch.ordinal}"
+        thread = threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)
         thread.start()
         return _Ahead(attempt, result, thread)
 

@@ -13,6 +13,7 @@ import functools
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -93,7 +94,10 @@ class Picture:
         self._scheduler: Any = None
         self._previews: Previews | None = None
         self._thread = threading.Thread(
-            target=self._work, name=f"picture-{request.request_id[:8]}", daemon=True
+            target=copy_context().run,  # so that sessions that it opens are known as the request's
+            args=(self._work,),
+            name=f"picture-{request.request_id[:8]}",
+            daemon=True,
         )
 
     async def events(self) -> AsyncGenerator[DiffusionEvent, None]:

@@ -27,7 +27,7 @@ def hub(tiny_pipelines: TinyPipelines, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("slicing.hub.FIRST_WAIT_S", 0.001)
-    monkeypatch.setenv("DIFFUSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DIFFUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubStub(REPO, tiny_pipelines.folder("wan")) as stub:
         monkeypatch.setattr(constants, "ENDPOINT", stub.url)
