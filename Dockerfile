@@ -31,7 +31,7 @@ COPY app /src/app
 COPY node /src/node
 COPY routing /src/routing
 COPY slicing /src/slicing
-RUN /opt/diffuse/bin/pip install --no-cache-dir -c /src/constraints.txt /src
+RUN /opt/diffuse/bin/pip install --no-cache-dir -c /src/constraints.txt "/src[traces]"
 RUN /opt/diffuse/bin/pip uninstall --yes pip
 
 FROM torch-cuda AS build-cuda
@@ -43,7 +43,7 @@ COPY app /src/app
 COPY node /src/node
 COPY routing /src/routing
 COPY slicing /src/slicing
-RUN /opt/diffuse/bin/pip install --no-cache-dir -c /src/constraints.txt /src
+RUN /opt/diffuse/bin/pip install --no-cache-dir -c /src/constraints.txt "/src[traces]"
 RUN /opt/diffuse/bin/pip uninstall --yes pip
 
 # --- what runs: no root, and nothing written outside the two folders and /tmp.

@@ -6,9 +6,10 @@ What is not here can happen too, and its series begins with it. All sets are clo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from app.engine.request import KnownModel
+from app.state.trouble import Part
 
 if TYPE_CHECKING:
     from app.metrics import GatewayMetrics
@@ -51,6 +52,8 @@ def begin_endpoints(metrics: GatewayMetrics) -> None:
             metrics.errors.labels(endpoint, code)
     for reason in LIMITS:
         metrics.admission.limited.labels(reason)
+    for part in get_args(Part):
+        metrics.state_errors.labels(part)
 
 
 def begin_model(metrics: GatewayMetrics, known: KnownModel) -> None:

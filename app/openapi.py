@@ -239,8 +239,13 @@ def _body(media_type: str, model: type[BaseModel] | None) -> dict[str, Any]:
         return _schema(model) if model or media_type == TEXT else {}
     held = {"anyOf": [_schema(model), _schema(ErrorEnvelope)]}
     told = {"type": "string", "contentMediaType": JSON, "contentSchema": held}
+    done = {"const": "[DONE]", "description": "The end, where a stream has one of its own"}
     name = {"type": "string", "description": "Its `type`, where events have names"}
-    return {"type": "object", "properties": {"data": told, "event": name}, "required": ["data"]}
+    return {
+        "type": "object",
+        "properties": {"data": {"anyOf": [done, told]}, "event": name},
+        "required": ["data"],
+    }
 
 
 def _schema(model: type[BaseModel] | None) -> dict[str, Any]:

@@ -50,9 +50,8 @@ async def run_gateway(
     """Serve until cancelled. While the first models load, requests for an unknown one get 503 `model_loading`.
 
     `sockets` are bound and listening already; otherwise `settings` says where. `tls` was read already; likewise.
-    Raises OSError when the address is taken, ModelError and SettingsError for a named model that cannot be opened, and
-    SettingsError for files of TLS,
-    StateError where the state cannot be used.
+    Raises OSError when the address is taken, ModelError and SettingsError for a named model that cannot be opened,
+    SettingsError for files of TLS, and StateError where the state cannot be used.
     """
     tls = tls or https_tls(TlsFiles(settings.tls_cert, settings.tls_key))
     listening = list(sockets) if sockets is not None else [_bind(settings)]

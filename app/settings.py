@@ -126,7 +126,7 @@ class GatewaySettings(BaseModel):
     traces: str | None = None  # URL of an OTLP collector; None: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere
     vllm_metrics: bool = False  # also under the names that vLLM's dashboards and autoscalers read
 
-    videos_dir: Path | None = None  # where jobs outlive a restart; None: a folder that goes with the process
+    videos_dir: Path | None = None  # unless the state keeps files; None: one that goes with us
     videos_bytes: Annotated[int, Field(ge=1 << 16)] = VIDEOS_BYTES
     videos_lifetime_s: Annotated[float, Field(gt=0)] = VIDEOS_LIFETIME_S  # of a job that is over
     videos_at_once: Annotated[int, Field(ge=1)] = 1  # the others wait: two at once take twice as long each

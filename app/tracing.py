@@ -55,6 +55,7 @@ class Traced:
         self._parents = TraceContextTextMapPropagator()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        BEGIN.set(None)  # a connection's next request may begin in the task of the one before
         notes = current_notes()
         if scope["type"] != "http" or scope["method"] != "POST" or notes is None:
             await self._app(scope, receive, send)

@@ -123,7 +123,7 @@ def bench(
     psk_file: opt.PskFileOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
-    tls_ca: opt.TlsCaOption = None,
+    tls_ca: opt.AskTlsCaOption = None,
     threads: opt.ThreadsOption = None,
     json: opt.JsonOption = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from typing import Annotated, Any, Final
@@ -54,12 +55,21 @@ def _parsed(ctx: Any, name: str, arguments: list[str]) -> Any:
     """The context of a command as it would run, with what is wrong told as it would tell it."""
     root = ctx.find_root()
     parsed = root.command.commands[name].make_context(name, list(arguments), parent=root)
+    with naming(parsed):
+        _check(name, parsed.params)
+    return parsed
+
+
+def _check(name: str, params: Mapping[str, Any]) -> None:
+    """What the service itself would say of values that cannot be; files that they name are not looked at."""
     if name == "serve":
         from cli.serve import gateway_settings
 
-        with naming(parsed):
-            gateway_settings(parsed.params)
-    return parsed
+        gateway_settings(params)
+    elif name == "host":
+        from cli.host import node_settings
+
+        node_settings(params, network_id=bytes(32), tls=None)
 
 
 def _told(parsed: Any) -> dict[str, Any]:

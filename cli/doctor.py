@@ -59,7 +59,7 @@ def doctor(
     psk_file: opt.PskFileOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
-    tls_ca: opt.TlsCaOption = None,
+    tls_ca: opt.AskTlsCaOption = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
@@ -202,6 +202,10 @@ def _port(port: int) -> Finding:
                 "problem", subject, f"cannot be bound: {error.strerror}; choose another with --port"
             )
     gateway = _gateway(f"http://127.0.0.1:{port}/v1", None)
+    if "HTTPS" in gateway.text:  # its own words: another program says something else
+        return Finding(
+            "ok", subject, "a gateway serves HTTPS there: look at it with --url https://... and --tls-ca"
+        )
     if gateway.level == "problem":
         return Finding(
             "problem", subject, "another program listens there: stop it, or choose another with --port"

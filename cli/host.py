@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ import typer
 
 from cli import options as opt
 from cli import panels, show, units
+from cli.setting_names import parameter_of
 from cli.settings_command import ConfigOption, is_flag
 from cli.state import RunFile, default_state_dir
 from cli.telling import Teller
@@ -171,49 +172,22 @@ def host(
     opt.use_threads(threads)  # before anything imports torch
     from cli.membership import read_allow_list, read_membership, read_token
     from cli.ports import check_listen
-    from node.settings import NodeSettings
     from routing.tls_files import TlsFiles
 
     state = state_dir or default_state_dir()
     files = TlsFiles(tls_cert, tls_key, tls_ca)
     membership = read_membership(network, psk_file, files, listens=True)
     bootstraps = opt.parse_addresses(bootstrap, "--bootstrap")
-    settings = NodeSettings.model_validate(
-        {
-            **_slices(model, layers),
-            "hold_ends": hold_ends,
-            "listen": listen,
-            "public_addr": public_addr,
-            "key_path": key,
-            "network_id": membership.network_id,
-            "psk": membership.psk,
-            "accepted_psks": membership.accepted_psks,
-            "tls": membership.tls,
-            "bootstraps": bootstraps,
-            "scope": scope.value,
-            "allow": read_allow_list(allow_file, membership, bootstraps),
-            "token": read_token(token_file),
-            "is_sentinel": sentinel,
-            "state_dir": state if key or is_flag(ctx, "state_dir") else None,  # an id for once leaves nothing
-            "pad": pad,
-            "metrics": metrics,
-            "metrics_open": metrics_open,
-            "tls_cert": tls_cert,
-            "tls_key": tls_key,
-            "tls_ca": tls_ca,
-            "traces": traces,
-            "dtype": dtype.value,
-            "weights": weights.value,
-            "runner": runner.value,
-            "threads": threads,
-            "cache_dir": cache_dir,
-            "max_sessions": max_sessions,
-            "kv_budget_bytes": kv_budget,
-            "memory_bytes": memory,
-            "overhead": overhead,
-            "drain_s": drain,
-            **_identity(key, owner_key),
-        }
+    settings = node_settings(
+        ctx.params,
+        network_id=membership.network_id,
+        psk=membership.psk,
+        accepted_psks=membership.accepted_psks,
+        tls=membership.tls,
+        allow=read_allow_list(allow_file, membership, bootstraps),
+        token=read_token(token_file),
+        state_dir=state if key or is_flag(ctx, "state_dir") else None,  # an id for once leaves nothing
+        **_identity(key, owner_key),
     )
     check_listen(settings.listen.host, settings.listen.port)
     if settings.metrics is not None:
@@ -222,6 +196,19 @@ def host(
         if run_file.trouble:
             show.note(run_file.trouble)
         _serve(settings, Teller(events), run_file)
+
+
+def node_settings(params: Mapping[str, Any], **told: Any) -> NodeSettings:
+    """The settings that flags say, with what files say (`told`). Raises pydantic's `ValidationError`."""
+    from node.settings import NodeSettings
+
+    values = {name: params.get(parameter_of(name)) for name in NodeSettings.model_fields.keys() - told.keys()}
+    plain = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
+    bootstraps = opt.parse_addresses(params["bootstrap"], "--bootstrap")
+    slices = _slices(params["model"], params["layers"])
+    return NodeSettings.model_validate(
+        plain | {"model": "", "models": (), "layers": None, "bootstraps": bootstraps} | slices | told
+    )
 
 
 def _slices(model: list[str] | None, layers: str | None) -> dict[str, Any]:

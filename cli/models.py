@@ -33,7 +33,7 @@ def models(
     psk_file: opt.PskFileOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
-    tls_ca: opt.TlsCaOption = None,
+    tls_ca: opt.AskTlsCaOption = None,
     json: opt.JsonOption = False,
 ) -> None:
     """List the models of a gateway (--url) or a swarm (--bootstrap), or which layers each node (--node) serves.

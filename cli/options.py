@@ -5,12 +5,8 @@ Knows the syntax of flags, not what the commands do with them.
 
 from __future__ import annotations
 
-import io
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
+from typing import Annotated, Final
 
 import typer
 
@@ -25,9 +21,15 @@ from cli.choices import Runner as Runner
 from cli.choices import Scope as Scope
 from cli.choices import Weights as Weights
 from cli.choices import Wire as Wire
-
-if TYPE_CHECKING:
-    from routing.types import NodeAddress
+from cli.flag_values import messages_of as messages_of
+from cli.flag_values import parse_addresses as parse_addresses
+from cli.flag_values import parse_duration as parse_duration
+from cli.flag_values import parse_host_port as parse_host_port
+from cli.flag_values import parse_local_layers as parse_local_layers
+from cli.flag_values import parse_pixels as parse_pixels
+from cli.flag_values import read_prompt as read_prompt
+from cli.flag_values import standard_input as standard_input
+from cli.flag_values import use_threads as use_threads
 
 DEFAULT_MODEL: Final = "smollm2"
 DEFAULT_NETWORK: Final = "diffuse"
@@ -266,6 +268,15 @@ TlsCaOption = Annotated[
         help="Who signs the certificates of other members: links are wss then, and plain ones are refused.",
     ),
 ]
+AskTlsCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        rich_help_panel=panels.TLS,
+        metavar="FILE",
+        help="Who signs the certificates of an https:// gateway, and of nodes and sentinels: links are wss then.",
+    ),
+]
 CacheDirOption = Annotated[
     Path | None,
     typer.Option(
@@ -331,92 +342,3 @@ OutOption = Annotated[
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-
-
-def parse_local_layers(text: str) -> tuple[int, int]:
-    """Read `K` or `K:J`; J is 0 unless given."""
-    first, _, last = text.partition(":")
-    last = last or "0"
-    if not (first.isdecimal() and last.isdecimal()):
-        raise typer.BadParameter(
-            f"{text!r}: give the number of first and last layers as K or K:J (1:0)",
-            param_hint="'--local-layers'",
-        )
-    return int(first), int(last)
-
-
-def parse_host_port(text: str, flag: str) -> tuple[str, int]:
-    """Read the `HOST:PORT` or `[v6]:PORT` that was given for a flag."""
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not (colon and bare and port.isdecimal() and int(port) < 1 << 16) or (":" in bare and bare == host):
-        raise typer.BadParameter(
-            f"{text!r}: give it as HOST:PORT (127.0.0.1:7000, [::1]:7000)", param_hint=f"'{flag}'"
-        )
-    return bare, int(port)
-
-
-def parse_addresses(texts: Sequence[str] | None, flag: str) -> tuple[NodeAddress, ...]:
-    """Read the `ID@HOST:PORT` that were given for a repeatable flag."""
-    from routing.addresses import parse_address
-    from routing.errors import SettingsError
-
-    try:
-        return tuple(parse_address(text) for text in texts or ())
-    except SettingsError as error:
-        whole = "copy the whole ID@HOST:PORT that the other side printed"
-        raise typer.BadParameter(f"{error}; {whole}", param_hint=f"'{flag}'") from None
-
-
-def parse_pixels(text: str | None) -> str | None:
-    """Check the `512x512` that was given for --size."""
-    width, _, height = (text or "1x1").lower().partition("x")
-    if not (width.isdecimal() and height.isdecimal() and 0 < int(width) < 1e5 and 0 < int(height) < 1e5):
-        raise typer.BadParameter(f"{text!r}: give a size in pixels like 512x512", param_hint="'--size'")
-    return None if text is None else f"{int(width)}x{int(height)}"
-
-
-def parse_duration(text: str, flag: str) -> float:
-    """Read the `90s`, `30m`, `24h` or `7d` that was given for a flag, in seconds."""
-    number, unit = text.strip()[:-1], text.strip()[-1:]
-    factors = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
-    if not number.isdecimal() or unit not in factors:
-        raise typer.BadParameter(f"{text!r}: give a time like 30m, 24h or 7d", param_hint=f"'{flag}'")
-    return float(int(number) * factors[unit])
-
-
-def parse_size(text: str, flag: str) -> int:
-    """Read the `500MB`, `2GB` or plain bytes, in decimal units, that were given for a flag."""
-    number, unit = text.strip().upper().rstrip("BKMGT"), text.strip().upper().lstrip("0123456789.")
-    factors = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    try:
-        return int(float(number) * factors[unit])
-    except (ValueError, KeyError):
-        raise typer.BadParameter(f"{text!r}: give a size like 500MB or 2GB", param_hint=f"'{flag}'") from None
-
-
-def read_prompt(prompt: str) -> str:
-    """The prompt itself; `-` reads standard input."""
-    text = standard_input().read() if prompt == "-" else prompt
-    if not text.strip():
-        raise typer.BadParameter("the prompt is empty", param_hint="'--prompt'")
-    return text
-
-
-def standard_input() -> TextIO:
-    """Standard input, empty where whoever started us has closed it."""
-    return sys.stdin or io.StringIO()
-
-
-def use_threads(num_threads: int | None) -> None:
-    """Tell numeric libraries how many threads to open; has an effect only before torch is imported."""
-    if num_threads is not None:
-        from cli.children import thread_environment
-
-        os.environ.update(thread_environment(num_threads))
-
-
-def messages_of(content: str | list[dict[str, Any]], system: str | None) -> tuple[dict[str, Any], ...]:
-    """A conversation that begins with this message."""
-    opening: Sequence[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    return (*opening, {"role": "user", "content": content})

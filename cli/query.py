@@ -49,7 +49,7 @@ def query(
     token_file: opt.TokenFileOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
-    tls_ca: opt.TlsCaOption = None,
+    tls_ca: opt.AskTlsCaOption = None,
     threads: opt.ThreadsOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,

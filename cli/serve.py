@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import options as opt
-from cli import panels, show
 from cli import serve_flags as flags
+from cli import show
 from cli.setting_names import parameter_of
 from cli.settings_command import ConfigOption
 from cli.state import default_state_dir
@@ -29,36 +29,12 @@ if TYPE_CHECKING:
 GATEWAY_THREADS = 1  # the ends are small beside the layers, and nodes may run beside us
 
 
-ListenOption = Annotated[
-    str,
-    typer.Option("--listen", rich_help_panel=panels.NETWORK, metavar="HOST:PORT", help="What to bind."),
-]
-PublicAddrOption = Annotated[
-    str | None,
-    typer.Option(
-        "--public-addr",
-        rich_help_panel=panels.NETWORK,
-        metavar="HOST:PORT",
-        help="What clients are told, where it differs.",
-    ),
-]
-DtypeOption = Annotated[
-    opt.Dtype, typer.Option("--dtype", rich_help_panel=panels.MODELS, help="Compute type of the ends.")
-]
-ThreadsOption = Annotated[
-    int,
-    typer.Option(
-        "--threads", rich_help_panel=panels.MODELS, metavar="N", min=1, help="Threads for the ends."
-    ),
-]
-
-
 def serve(
     ctx: typer.Context,
     config: ConfigOption = None,
     # network
-    listen: ListenOption = "127.0.0.1:8000",
-    public_addr: PublicAddrOption = None,
+    listen: flags.Listen = "127.0.0.1:8000",
+    public_addr: flags.PublicAddr = None,
     node: opt.NodesOption = None,
     bootstrap: opt.BootstrapOption = None,
     network: opt.NetworkOption = opt.DEFAULT_NETWORK,
@@ -84,8 +60,8 @@ def serve(
     draft: opt.DraftOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
-    dtype: DtypeOption = opt.Dtype.AUTO,
-    threads: ThreadsOption = GATEWAY_THREADS,
+    dtype: flags.Dtype = opt.Dtype.AUTO,
+    threads: flags.Threads = GATEWAY_THREADS,
     # keys
     api_keys: flags.ApiKeys = None,
     keys_file: flags.KeysFile = None,

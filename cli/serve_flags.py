@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli import panels, units
+from cli import choices, panels, units
 
 _models = partial(typer.Option, rich_help_panel=panels.MODELS)
 _network = partial(typer.Option, rich_help_panel=panels.NETWORK)
@@ -55,7 +55,16 @@ LoadWait = Annotated[
     _deadlines("--load-wait", help="How long a request waits for a model that is being loaded."),
 ]
 
-# Network: where routes may go
+Dtype = Annotated[choices.Dtype, _models("--dtype", help="Compute type of the ends.")]
+Threads = Annotated[int, _models("--threads", metavar="N", min=1, help="Threads for the ends.")]
+
+# Network: where it listens, and where routes may go
+
+Listen = Annotated[str, _network("--listen", metavar="HOST:PORT", help="What to bind.")]
+PublicAddr = Annotated[
+    str | None,
+    _network("--public-addr", metavar="HOST:PORT", help="What clients are told, where it differs."),
+]
 
 Pin = Annotated[
     list[str] | None,
@@ -201,7 +210,7 @@ VideosDir = Annotated[
     _storage(
         "--videos-dir",
         metavar="FOLDER",
-        help="Where video jobs and their files are kept. Left out: a folder in --state-dir for each port.",
+        help="Where files of video jobs are kept, unless in Redis. Left out: a folder in --state-dir for each port.",
     ),
 ]
 PrefixSecret = Annotated[

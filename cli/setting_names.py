@@ -11,6 +11,8 @@ PREFIX: Final = "DIFFUSE_"
 CONFIG_VARIABLE: Final = "DIFFUSE_CONFIG"
 # Parameters that say how a command is run once, not how a service is set up.
 NO_SETTINGS: Final = frozenset({"config", "help", "listen_fd", "until_eof"})
+# What a command that only asks has in common with services: its other flags belong to one call.
+SHARED: Final = frozenset({"api_key", "state_dir", "tls_ca"})
 # Never shown: whoever reads them may ask in our name. Of URLs only the part that lets one in is hidden.
 SECRETS: Final = frozenset({"api_key", "api_keys"})
 # Variables that no flag stands for.

@@ -18,15 +18,17 @@ from typer.core import TyperCommand, TyperOption
 
 from cli import failures, show
 from cli.config_file import ConfigFile, read_config
-from cli.failures import RefusedSettingsError
+from cli.failures import CommandError, RefusedSettingsError
 from cli.setting_names import (
     CONFIG_VARIABLE,
     NO_SETTINGS,
     OTHER_VARIABLES,
     PREFIX,
+    SHARED,
     flag_of,
     variable_of,
 )
+from routing.errors import DiffuseError
 
 SERVICES: Final = ("serve", "host", "sentinel", "up")  # those with a table of their own in the file
 EPILOG: Final = (
@@ -35,6 +37,7 @@ EPILOG: Final = (
 )
 _FILE: Final = "diffuse.config_file."  # and a command, of a context: the file that was read for it
 _NOTED: Final = "diffuse.noted"
+_FLAG: Final = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 _SERVICE_LINK: Final = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
@@ -47,8 +50,9 @@ class SettingsCommand(TyperCommand):
         options["epilog"] = options.get("epilog") or (None if self.is_asking else EPILOG)
         super().__init__(*arguments, **options)
         for option in setting_options(self).values():
+            if not self.is_asking:
+                option.show_envvar = False  # every flag has one: the help would be twice as long
             option.envvar = variable_of(option.name)
-            option.show_envvar = False  # every flag has one: the help would be twice as long
             option.envvar_list_splitter = ","  # type: ignore[misc]  # of all instances in click, which splits at blanks
 
     def make_parser(self, ctx: Any) -> Any:
@@ -63,7 +67,8 @@ class SettingsCommand(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if all(option.name != "config" for option in self.params):
+        is_help = not set(ctx.help_option_names).isdisjoint(args)
+        if not is_help and all(option.name != "config" for option in self.params):
             use_file(ctx, Path(os.environ[CONFIG_VARIABLE]) if os.environ.get(CONFIG_VARIABLE) else None)
         with naming(ctx):
             rest = super().parse_args(ctx, args)
@@ -78,7 +83,7 @@ class SettingsCommand(TyperCommand):
 
 
 class AskingCommand(SettingsCommand):
-    """A command that asks a gateway: only the options that name a variable are settings of this user."""
+    """A command that asks or looks after services: it takes its key and their folder from where these do."""
 
     is_asking = True
 
@@ -95,17 +100,20 @@ def naming(ctx: Any) -> Iterator[None]:
         raise RefusedSettingsError(f"{where_set(ctx, name)}: {error.message}") from error
     except Exception as error:
         cause = failures.innermost(error)
-        if not failures.is_validation_error(cause):
+        if failures.is_validation_error(cause):
+            text = failures.explain_settings(cause, lambda name: where_set(ctx, name))
+            raise RefusedSettingsError(_renamed(ctx, text)) from error
+        told = failures.explain(cause) if isinstance(cause, DiffuseError) else ""
+        if (renamed := _renamed(ctx, told)) == told:
             raise
-        text = failures.explain_settings(cause, lambda name: where_set(ctx, name))
-        raise RefusedSettingsError(text) from error
+        raise CommandError(renamed) from error
 
 
 def setting_options(command: Any) -> dict[str, TyperOption]:
     """The options of a command that are settings, by name."""
     options = {option.name: option for option in command.params if isinstance(option, TyperOption)}
     if command.is_asking:
-        return {name: option for name, option in options.items() if option.envvar == variable_of(name)}
+        return {name: option for name, option in options.items() if name in SHARED}
     return {name: option for name, option in options.items() if name not in NO_SETTINGS and not option.hidden}
 
 
@@ -195,6 +203,17 @@ def _parameter_of(ctx: Any, error: Any) -> str | None:
     return next(
         (name for name in setting_options(ctx.command) if error.param_hint == f"'{flag_of(name)}'"), None
     )
+
+
+def _renamed(ctx: Any, text: str) -> str:
+    """A text that speaks of flags, with each called as it was set."""
+    options = setting_options(ctx.command)
+
+    def rename(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return where_set(ctx, name) if name in options else flag[0]
+
+    return _FLAG.sub(rename, text)
 
 
 def _warn_of_unknown_variables(ctx: Any) -> None:

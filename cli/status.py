@@ -38,7 +38,7 @@ def status(
     token_file: opt.TokenFileOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
-    tls_ca: opt.TlsCaOption = None,
+    tls_ca: opt.AskTlsCaOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 s until Ctrl+C.")] = False,
     json: opt.JsonOption = False,
 ) -> None:

@@ -10,12 +10,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from cli import options as opt
-from cli import panels, show
+from cli import show
+from cli import up_flags as flags
 from cli.children import OWN_WORDS, Child, Children, Event, thread_environment
 from cli.failures import CommandError
 from cli.inherited import child_environment
@@ -25,7 +26,6 @@ from cli.setting_names import variable_of
 from cli.settings_command import ConfigOption, known_settings
 from cli.telling import Teller
 
-MAX_NODES = 64
 DIFFUSION_KINDS = ("picture", "video", "audio")
 PICTURES = "tiny-pictures"  # comes with this program, and opens in a second
 NO_PICTURES = "none"
@@ -62,62 +62,19 @@ class SwarmPlan:
         return ["--weights", self.weights, "--runner", self.runner, "--threads", str(self.threads)]
 
 
-NodesOption = Annotated[
-    int,
-    typer.Option(
-        "--nodes",
-        rich_help_panel=panels.NETWORK,
-        metavar="N",
-        min=1,
-        max=MAX_NODES,
-        help="Node processes to start.",
-    ),
-]
-PortOption = Annotated[
-    int,
-    typer.Option(
-        "--port",
-        rich_help_panel=panels.NETWORK,
-        metavar="N",
-        min=0,
-        max=65535,
-        help="Where the gateway listens; 0 takes a free port.",
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        rich_help_panel=panels.MODELS,
-        metavar="N",
-        min=1,
-        help="Compute threads of each process. Left out: its share of the cores.",
-    ),
-]
-PicturesOption = Annotated[
-    str,
-    typer.Option(
-        "--pictures",
-        rich_help_panel=panels.MODELS,
-        metavar="MODEL",
-        help="Model for pictures, videos or sounds, on one more node; none leaves it out.",
-    ),
-]
-
-
 def up(
     ctx: typer.Context,
     config: ConfigOption = None,
-    nodes: NodesOption = 3,
-    port: PortOption = 8000,
+    nodes: flags.Nodes = 3,
+    port: flags.Port = 8000,
     model: opt.ModelOption = opt.DEFAULT_MODEL,
-    pictures: PicturesOption = PICTURES,
+    pictures: flags.Pictures = PICTURES,
     ends: opt.EndsOption = opt.Ends.LOCAL,
     local_layers: opt.LocalLayersOption = "1:0",
     draft: opt.DraftOption = None,
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
-    threads: ThreadsOption = None,
+    threads: flags.Threads = None,
     state_dir: opt.StateDirOption = None,
     cache_dir: opt.CacheDirOption = None,
     log_level: opt.LogLevelOption = opt.LogLevel.WARNING,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any
 
 from routing.errors import RemoteError
@@ -14,7 +15,7 @@ from routing.link import log_receiver_failure
 
 
 class Background:
-    """A set of tasks; `close` leaves none behind."""
+    """A set of tasks; `close` leaves none behind. They run in a context of their own: nobody's request is theirs."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -28,7 +29,7 @@ class Background:
         if self._is_closed:
             job.close()
             return
-        task = asyncio.create_task(_guarded(job, occasion))
+        task = asyncio.create_task(_guarded(job, occasion), context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: job.close())  # one that was cancelled before it began

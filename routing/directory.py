@@ -11,6 +11,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import Context
 from typing import TYPE_CHECKING, Protocol
 
 from routing.background import Background
@@ -248,7 +249,7 @@ class LiveDirectory:
             if follower is None:
                 follower = self._followers[node_id] = Follower(node_id, self._endpoint, self)
             if node_id not in self._tasks:
-                self._tasks[node_id] = asyncio.create_task(follower.run())
+                self._tasks[node_id] = asyncio.create_task(follower.run(), context=Context())
             elif self._has_news_of(node_id):
                 follower.wake()
             elif self._serves_other_layers(node_id):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -120,7 +121,8 @@ class Endpoint:
             return live
         task = self._dials.get(address)
         if task is None:
-            task = self._dials[address] = asyncio.create_task(self._dial(address))
+            task = asyncio.create_task(self._dial(address), context=Context())  # links outlive who asked
+            self._dials[address] = task
             task.add_done_callback(lambda done: self._dialled(address, done))
         try:
             return await asyncio.shield(task)

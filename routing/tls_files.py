@@ -45,8 +45,8 @@ def check_own(files: TlsFiles) -> tuple[float, float]:
         raise SettingsError(f"{missing} is missing: {given} needs it, they are a pair")
     certificate = _certificates(files.cert, "--tls-cert")[0]
     _check_time(certificate, f"--tls-cert {files.cert}")
-    public = _private_key(files.key).public_key()
-    if _bytes_of(public) != _bytes_of(certificate.public_key()):
+    key = _private_key(files.key)
+    if _bytes_of(key.public_key()) != _certified(certificate, files.cert):
         raise SettingsError(
             f"--tls-key {files.key} is not the key of --tls-cert {files.cert}: give the pair that was made together "
             "(the certificate itself comes first in its file, its chain after it)"
@@ -76,11 +76,21 @@ def _certificates(path: Path, flag: str) -> list[Certificate]:
         warnings.simplefilter("ignore")  # of old certificates in a system's bundle
         try:
             return x509.load_pem_x509_certificates(content)
-        except ValueError as error:
+        except (ValueError, x509.InvalidVersion) as error:
             raise SettingsError(
                 f"{flag} {path} holds no certificate that can be read: it must be PEM, with "
                 '"-----BEGIN CERTIFICATE-----"'
             ) from error
+
+
+def _certified(certificate: Certificate, path: Path) -> bytes:
+    """The public key that a certificate is for."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        return _bytes_of(certificate.public_key())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise SettingsError(f"--tls-cert {path} is for a key of no known kind: {error}") from error
 
 
 def _private_key(path: Path) -> Any:

@@ -58,6 +58,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._held: list[Buffer] = []
         self._has_heard = False  # anything at all
         self._is_up = False
+        self._has_ended = False  # we have; nothing more is written
         self._is_over = False  # nothing more is read
         self._fault: SecurityError | None = None
         loop = asyncio.get_running_loop()
@@ -148,7 +149,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._is_over = True
         self._fault = fault
         self._timer.cancel()
-        if self._on_fault is not None:
+        if self._on_fault is not None and not self._is_up:
             self._on_fault(str((self.get_extra_info("peername") or ("",))[0]), fault)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
@@ -203,7 +204,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         pieces = [piece for piece in list_of_data if piece]
         if not self._is_up:
             self._held += pieces
-        elif pieces and not self.is_closing():
+        elif pieces and not self._has_ended and not self.is_closing():
             if len(pieces) > 1 and sum(map(len, pieces)) <= _RECORD:
                 pieces = [b"".join(pieces)]
             self._seal(pieces)
@@ -217,19 +218,33 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             return
         self._flush()
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Say that nothing more comes; what the peer still sends is read."""
+        if self._transport is not None and not self.is_closing():
+            self._say_end()
+            self._transport.write_eof()
+
     def close(self) -> None:
         """Say that this was the end, and close when everything has left."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if self._is_up and self._fault is None:
-            with contextlib.suppress(ssl.SSLError):  # it does not wait for the peer's own end
-                self._tls.unwrap()
-            with contextlib.suppress(ssl.SSLError):
-                self._tls.read(1)  # takes an error with it that would meet another connection, see `_again`
-            self._flush()
+        self._say_end()
         self._is_over = True
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.read(1)  # takes an error with it that would meet another connection, see `_again`
         transport.close()
+
+    def _say_end(self) -> None:
+        if not self._is_up or self._has_ended or self._fault is not None:
+            return
+        self._has_ended = True
+        with contextlib.suppress(ssl.SSLError):  # it does not wait for the peer's own end
+            self._tls.unwrap()
+        self._flush()
 
     def abort(self) -> None:
         if self._transport is not None:

@@ -70,6 +70,8 @@ def _made(name: str, source: Path, make: Callable[[Path, Path], None]) -> Enviro
         make(source, folder)
     except FileNotFoundError as error:
         return Environment(name, folder, f"{error.filename} is not installed")
+    except subprocess.TimeoutExpired as error:
+        return Environment(name, folder, f"took more than {error.timeout:.0f} s to install")
     except subprocess.CalledProcessError as error:
         lines = [line for line in (error.stderr or "").strip().splitlines() if "WARN" not in line.upper()]
         return Environment(name, folder, f"cannot be installed: {lines[-1] if lines else error}"[:300])

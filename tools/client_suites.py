@@ -65,9 +65,12 @@ class Listed:
         return any(_matches(pattern, test) for pattern in self.patterns)
 
 
-def langchain(url: str, key: str, model: str, other: str, environment: Environment) -> dict[str, Outcome]:
+def langchain(
+    url: str, key: str, model: str, other: str, environment: Environment, *, is_small: bool = False
+) -> dict[str, Outcome]:
     """Run LangChain's standard tests of a chat model."""
     told = {"BASE_URL": url, "API_KEY": key, "MODEL": model, "OTHER_MODEL": other}
+    told |= {"IS_SMALL": "1"} if is_small else {}
     return _pytest(environment, [str(SUITES.resolve() / "langchain_standard.py")], told, HOME.resolve())
 
 
@@ -127,7 +130,7 @@ def _pytest(
             "-m",
             "pytest",
             "-q",
-            "--tb=no",
+            "--tb=line",
             f"--junitxml={report}",
         ]
         command += ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider", *options, *tests]

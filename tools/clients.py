@@ -147,7 +147,8 @@ def langchain_suite(
     if made["py-v3"].missing:
         yield Told("langchain-tests 1.1.9", listed, "skip", made["py-v3"].missing)
         return
-    results = client_suites.langchain(url, KEY, model, other, made["py-v3"])
+    is_small = model == "smollm2"
+    results = client_suites.langchain(url, KEY, model, other, made["py-v3"], is_small=is_small)
     yield from suite_told("langchain-tests 1.1.9", listed, results)
 
 

@@ -37,7 +37,6 @@ IGNORED = (
     "verbosity",
     "prediction",
 )
-FUNCTIONS = ("functions", "function_call")  # honoured, though no field of a request once it is read
 REFUSED = ("modalities",)  # anything but text
 NEEDS_ENDS = ("response_format", "tool_choice")  # where a grammar holds the answer
 PASSED_FIELDS = (
@@ -126,22 +125,20 @@ def ignored_params(
     names = [
         name
         for name, value in body.items()
-        if value is not None and name not in fields and name not in (*NOT_BUILT, *REFUSED, *FUNCTIONS)
+        if value is not None and name not in fields and name not in (*NOT_BUILT, *REFUSED)
     ]
     shown = sorted(name for name in names if NAME.fullmatch(name))[:MAX_NAMES]
     return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
 
 
-def _fields(
-    model: type[BaseModel], refused: list[str], passed: tuple[str, ...] = (), more: tuple[str, ...] = ()
-) -> FieldSupport:
-    honoured = sorted({*model.model_fields, *more} - set(passed))
+def _fields(model: type[BaseModel], refused: list[str], passed: tuple[str, ...] = ()) -> FieldSupport:
+    honoured = sorted(set(model.model_fields) - set(passed))
     ignored = sorted({*IGNORED, *passed} - set(honoured))
     return FieldSupport(honoured=honoured, refused=sorted(set(refused) - set(honoured)), ignored=ignored)
 
 
 FIELDS = {
-    "/v1/chat/completions": _fields(ChatRequest, [*NOT_BUILT, *REFUSED], more=FUNCTIONS),
+    "/v1/chat/completions": _fields(ChatRequest, [*NOT_BUILT, *REFUSED]),
     "/v1/completions": _fields(CompletionRequest, [*NOT_BUILT]),
     "/v1/responses": _fields(ResponsesRequest, [*NOT_KEPT], PASSED_FIELDS),
 }

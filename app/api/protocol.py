@@ -16,7 +16,7 @@ from app.api.errors import ApiError, from_validation, invalid, unsupported
 from app.api.legacy_functions import in_functions, in_tools, uses_functions
 from app.api.messages import Lenient, Messages, continues_last, refuse, refuse_order
 from app.api.routing_field import RoutingField
-from app.api.tool_fields import FormFields
+from app.api.tool_fields import MAX_TOOLS, FormFields, FunctionField, FunctionName
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # each is looked for at every character of the answer
@@ -172,6 +172,10 @@ class ChatRequest(AnswerFields, FormFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
 
     continue_final_message: bool | None = None
+    functions: Annotated[list[FunctionField] | None, Field(max_length=MAX_TOOLS)] = (
+        None  # the old word for tools
+    )
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
     reasoning_format: Literal["auto", "none"] | None = None
     include_reasoning: bool | None = None

@@ -37,6 +37,7 @@ from app.media.sound import SOUND_TYPES, SoundFormat, encode_sound
 from slicing.diffusion.kinds import Kind
 
 PATH = "/v1/audio/speech"
+MIN_SECONDS = 0.01  # some samples at any rate
 MAX_SECONDS = 3600
 PIECE_BYTES = 64 << 10
 MAX_TEMPERATURE = 2
@@ -83,8 +84,8 @@ class SpeechRequest(DiffusionFields):
     speed: Annotated[Number | None, Field(ge=0.25, le=4)] = None
     stream_format: Literal["audio", "sse"] | None = None
     stream_options: SpeechStreamOptions | None = None
-    duration: Annotated[Number | None, Field(gt=0, le=MAX_SECONDS)] = None
-    seconds: Annotated[Number | None, Field(gt=0, le=MAX_SECONDS)] = None
+    duration: Annotated[Number | None, Field(ge=MIN_SECONDS, le=MAX_SECONDS)] = None
+    seconds: Annotated[Number | None, Field(ge=MIN_SECONDS, le=MAX_SECONDS)] = None
     temperature: Annotated[Number | None, Field(ge=0, le=MAX_TEMPERATURE)] = None
     top_k: Annotated[int | None, Field(ge=0, le=MAX_TOP_K)] = None
     top_p: Annotated[Number | None, Field(gt=0, le=1)] = None

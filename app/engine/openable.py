@@ -12,6 +12,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -100,7 +101,7 @@ class Openable(ABC, Generic[Engine]):
             raise _failed(self.facts.name, failure.reason)
         if self._opening is None:
             self._progress = StoppableProgress(progress)
-            self._opening = asyncio.create_task(self._open())
+            self._opening = asyncio.create_task(self._open(), context=Context())  # for all who wait
             self._opening.add_done_callback(_retrieve)  # every waiter may have left
         return await asyncio.shield(self._opening)
 

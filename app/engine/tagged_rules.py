@@ -6,15 +6,32 @@ Pure: texts and dictionaries. Values that are no strings are held as JSON is (`s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from app.engine.request import RequestError
 from app.engine.schema_rules import schema_rule
-from app.engine.tagged_values import resolved, types_of
+from app.engine.tagged_values import ALL_TYPES, resolved, types_of
 from app.engine.tool_style import Tags
 
 DEFINITIONS = ("$defs", "definitions")
+MAX_DEPTH = 8  # of alternatives in alternatives
+# What a text reads as, if its argument may be of that type.
+READS_AS: Mapping[str, str] = {
+    "number": r"/\s*-?[0-9][0-9.eE+-]*\s*/",
+    "integer": r"/\s*-?[0-9][0-9.eE+-]*\s*/",
+    "boolean": r"/\s*([Tt]rue|[Ff]alse)\s*/",
+    "null": r"/\s*(null|None)\s*/",
+    "object": r"/\s*\{(?s:.*)/",
+    "array": r"/\s*\[(?s:.*)/",
+}
+WRITTEN: Mapping[str, str] = {
+    "null": "null",
+    "boolean": "true|false",
+    "integer": "0|-?[1-9][0-9]{0,14}",
+    "number": "-?(0|[1-9][0-9]{0,14})([.][0-9]{1,15})?",
+}
+BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 MERGES = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if")
 
 
@@ -48,22 +65,90 @@ def _value(
     literal: Callable[[str], str],
 ) -> list[str]:
     """Rules for one value and the mark behind it."""
+    if types_of(schema, root) == ALL_TYPES:  # whatever it reads as is allowed
+        return _plain(resolved(schema, root), root, tags, name, param, literal)
+    branches = list(_branches(schema, root))
+    if len(branches) == 1:
+        return _plain(branches[0], root, tags, name, param, literal)
+    kinds = frozenset().union(*(types_of(branch, root) for branch in branches)) - {"string"}
+    told = [one for one in (_as_text(branch, root, kinds) for branch in branches) if one]
+    names = [f"{name.upper()}_{number}" for number in range(len(told))]
+    parts = [f"{part}: {pattern}" for part, pattern in zip(names, told, strict=True)]
+    return [*_text(name, f"({' | '.join(names)})", tags, literal), *parts]
+
+
+def _branches(
+    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0
+) -> Iterator[Mapping[str, Any]]:
+    """A schema as several, of which none mixes strings with other types."""
     schema = resolved(schema, root)
+    types = types_of(schema, root)
+    inner = schema.get("anyOf") or schema.get("oneOf")
+    if "string" not in types or types == {"string"} or "enum" in schema or "const" in schema:
+        yield schema
+    elif isinstance(inner, list) and depth < MAX_DEPTH:
+        for one in inner:
+            yield from _branches(one if isinstance(one, Mapping) else {}, root, depth + 1)
+    else:
+        yield {key: value for key, value in schema.items() if key != "type"} | {"type": "string"}
+        others = sorted(types - {"string"} - ({"integer"} if "number" in types else set()))
+        if others:
+            yield dict(schema) | {"type": others}
+
+
+def _plain(
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any],
+    tags: Tags,
+    name: str,
+    param: str,
+    literal: Callable[[str], str],
+) -> list[str]:
+    """Rules for a value that is a string, or of other types alone."""
     end = literal(tags.value_end)
     if "string" not in types_of(schema, root):
         whole = {key: root[key] for key in DEFINITIONS if key in root} | dict(schema)
         return [f"{name}: {name}_json {end}", f"{name}_json: {schema_rule(whole, param)}"]
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        choices = " | ".join(literal(value) or '""' for value in shown)
+    if (values := _values(schema)) is not None:
+        choices = " | ".join(literal(value) or '""' for value in values)
         return [f"{name}: ({choices}) {end}"]
-    pattern = _pattern(schema)
+    return _text(name, _pattern(schema), tags, literal)
+
+
+def _text(name: str, pattern: str, tags: Tags, literal: Callable[[str], str]) -> list[str]:
+    """Rules for a text up to the mark behind it."""
+    end, terminal = literal(tags.value_end), f"{name.upper()}_TEXT"
     if end.startswith("<["):
-        return [f"{name}: {name.upper()} {end}", f"{name.upper()}: {pattern}"]
+        return [f"{name}: {terminal} {end}", f"{terminal}: {pattern}"]
     closer = _escaped(tags.value_end)
-    terminal = f"{name.upper()}: {pattern} & ~/(?s:.*){closer}(?s:.*)/"
-    return [f"{name}[suffix={json.dumps(tags.value_end)}]: {name.upper()}", terminal]
+    return [
+        f"{name}[suffix={json.dumps(tags.value_end)}]: {terminal}",
+        f"{terminal}: {pattern} & ~/(?s:.*){closer}(?s:.*)/",
+    ]
+
+
+def _as_text(schema: Mapping[str, Any], root: Mapping[str, Any], others: frozenset[str]) -> str:
+    """One of the alternatives beside a string as an expression; "" for what none can say, and is not drawn then."""
+    types = types_of(schema, root)
+    if (values := _values(schema)) is not None:
+        return f"/{'|'.join(_escaped(value) for value in values)}/"
+    if "string" in types:
+        return " & ".join([_pattern(schema), *(f"~{READS_AS[kind]}" for kind in sorted(others))])
+    if BOUNDS & schema.keys():
+        return ""
+    return (
+        f"/{'|'.join(WRITTEN[kind] for kind in sorted(types) if kind in WRITTEN)}/"
+        if types & WRITTEN.keys()
+        else ""
+    )
+
+
+def _values(schema: Mapping[str, Any]) -> list[str] | None:
+    """The texts of a schema that lists its values."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return None
+    return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
 def _pattern(schema: Mapping[str, Any]) -> str:
@@ -72,7 +157,7 @@ def _pattern(schema: Mapping[str, Any]) -> str:
     bounds = f"{{{least},{most if isinstance(most, int) else ''}}}"
     told = [f"/(?s:.{bounds})/" if least or isinstance(most, int) else "/(?s:.*)/"]
     pattern = schema.get("pattern")
-    if schema.get("type") == "string" and isinstance(pattern, str):
+    if isinstance(pattern, str):
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         end = "" if pattern.endswith("$") else "(?s:.*)"
         inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")

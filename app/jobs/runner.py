@@ -83,7 +83,7 @@ class JobRunner:
             if not self._is_open:
                 await self.store.open()
                 self._is_open = True
-                self._sweeping = asyncio.create_task(self._sweep())
+                self._sweeping = asyncio.create_task(self._sweep(), context=Context())
 
     async def ready(self) -> None:
         """The same for a request. Raises `ApiError` 503 where the folder cannot be used, StateError."""
@@ -154,8 +154,9 @@ class JobRunner:
         for running in left:
             running.task.cancel()
         await asyncio.gather(*(running.task for running in left), return_exceptions=True)
-        for running in left:  # a task that was cancelled before it began has not said so itself
-            await self.store.fail(running.job, INTERRUPTED, SHUTTING_DOWN)
+        # A task that was cancelled before it began has not said so itself.
+        await asyncio.gather(*(self.store.fail(one.job, INTERRUPTED, SHUTTING_DOWN) for one in left))
+        for running in left:
             self._forget(running.job.id)
         for task in (self._sweeping, self._telling):
             if task is not None:

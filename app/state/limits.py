@@ -1,16 +1,22 @@
 """The limits of keys over any state, where a store that fails takes no answer down: then there is no limit.
 
-The limits of one gateway hold all the same; a store that fails is asked again only every second.
+A store that failed is asked by one request a second until it answers again; no other request waits for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from app.state.state import Allowance, State, StateError
 
-RETRY_S = 1.0  # how long a store that failed is left alone: a request must not wait for it each time
+T = TypeVar("T")
+
+PATIENCE_S = 1.0  # how long a request waits for a store that answers within milliseconds
+RETRY_S = 1.0
 NAME_BYTES = 16
 UNHELD = ""  # the lease of a place that nobody counted
 
@@ -20,40 +26,48 @@ class Limits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._failed_until = 0.0
+        self._left_alone_until = 0.0
+        self._has_failed = False
 
     async def take(self, key: str, per_minute: int, cost: int = 1) -> Allowance:
         """Take from a key's requests of a minute, as `State.take`."""
-        if not self._is_failed:
-            try:
-                return await self._state.take(_named(key), per_minute, cost)
-            except StateError:
-                self._leave_alone()
-        return Allowance(0.0, max(0, per_minute - cost), 0.0)
+        unlimited = Allowance(0.0, max(0, per_minute - cost), 0.0)
+        if self._is_left_alone:
+            return unlimited
+        return await self._asked(self._state.take(_named(key), per_minute, cost), unlimited)
 
     async def hold(self, key: str, most: int, cost: int = 1) -> str | None:
         """Hold some of a key's places, as `State.hold`."""
-        if not self._is_failed:
-            try:
-                return await self._state.hold(_named(key), most, cost)
-            except StateError:
-                self._leave_alone()
-        return UNHELD
+        if self._is_left_alone:
+            return UNHELD
+        return await self._asked(self._state.hold(_named(key), most, cost), UNHELD)
 
     async def release(self, lease: str) -> None:
-        """Let go of a lease, as `State.release`; where the store fails it ends by itself, or with this gateway."""
+        """Let go of a lease, as `State.release`; a state that cannot does it later."""
         if lease != UNHELD:
-            try:
-                await self._state.release(lease)
-            except StateError:
-                self._leave_alone()
+            await self._asked(self._state.release(lease), None)
 
     @property
-    def _is_failed(self) -> bool:
-        return time.monotonic() < self._failed_until
+    def _is_left_alone(self) -> bool:
+        return time.monotonic() < self._left_alone_until
+
+    async def _asked(self, asking: Awaitable[T], otherwise: T) -> T:
+        if self._has_failed:
+            self._leave_alone()  # so that nobody else waits while we look whether it is back
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                told = await asking
+        except (StateError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                self._state.on_error("limits", "TimeoutError")
+            self._has_failed = True
+            self._leave_alone()
+            return otherwise
+        self._has_failed, self._left_alone_until = False, 0.0
+        return told
 
     def _leave_alone(self) -> None:
-        self._failed_until = time.monotonic() + RETRY_S
+        self._left_alone_until = time.monotonic() + RETRY_S
 
 
 def _named(key: str) -> str:

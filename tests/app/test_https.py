@@ -53,7 +53,7 @@ async def raw(served: Served, sent: bytes) -> bytes:
 
 async def test_the_official_client_chats_over_https(served: Served, ca: Authority) -> None:
     async with (
-        httpx.AsyncClient(verify=trusting(ca)) as http,
+        openai.DefaultAsyncHttpxClient(verify=trusting(ca)) as http,
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", http_client=http) as client,
     ):
         whole = await client.chat.completions.create(model="scripted", messages=MESSAGES)
@@ -83,6 +83,20 @@ async def test_garbage_is_hung_up_on_without_a_word_in_the_log(
     await raw(served, garbage)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
     assert (await served.http.get("/health")).status_code == 200
+
+
+async def test_what_is_no_http_under_tls_gets_its_400(
+    served: Served, ca: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=trusting(ca))
+    writer.write(b"no request\r\n\r\n" + b"more of it" * 1000)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"invalid_http" in answer
+    writer.close()
+    await asyncio.sleep(0.05)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_one_that_dawdles_in_the_handshake_is_cut(

@@ -17,6 +17,7 @@ from app.engine.model import EndsSettings, look_up
 from app.engine.request import KnownModel, ModelStatus, ModelUnavailableError
 from app.engine.seq2seq import Seq2SeqEngine
 from app.gateway import MAKES, Gateway
+from app.keys import ANYONE
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
 from slicing.diffusion.kinds import Kind
@@ -80,18 +81,18 @@ def model_of(kind: str) -> KnownModel:
 )
 async def test_a_chat_is_refused_by_what_makes_no_chat(kind: str, told: str) -> None:
     with pytest.raises(ApiError, match=told) as refused:
-        await gateway_of(kind).ready_engine(f"a-{kind}")
+        await gateway_of(kind).ready_engine(f"a-{kind}", ANYONE)
     assert (refused.value.status, refused.value.param) == (400, "model")
 
 
 async def test_music_and_sounds_are_asked_for_at_one_endpoint() -> None:
     gateway = gateway_of("text", "music")
     with pytest.raises(ApiError, match="the model `a-text` makes text"):
-        await gateway.ready_diffusion("a-text", Kind.AUDIO)
+        await gateway.ready_diffusion("a-text", Kind.AUDIO, ANYONE)
     with pytest.raises(ApiError, match="No model here makes embeddings"):
-        await gateway.ready(None, frozenset({"encoder", "embedding"}))
+        await gateway.ready(None, frozenset({"encoder", "embedding"}), ANYONE)
     with pytest.raises(ApiError, match="No model here makes sounds or music"):
-        await gateway_of("text").ready_diffusion(None, Kind.AUDIO)
+        await gateway_of("text").ready_diffusion(None, Kind.AUDIO, ANYONE)
 
 
 # Opening -------------------------------------------------------------------------------------------------------

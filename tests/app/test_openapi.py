@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,30 @@ async def test_every_chunk_is_as_described(
     chunks = chunks_of(await served.stream(n=2, timings_per_token=True, stream_options=options))
     for chunk in chunks:
         assert ChatChunk.model_validate(chunk).model_dump(exclude_unset=True) == chunk
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/videos/video_1", "DELETE, GET, HEAD"),
+        ("/v1/videos", "GET, HEAD, POST"),
+        ("/health/", "GET, HEAD"),
+        ("/chat/completions", "POST"),
+    ],
+)
+async def test_a_refused_method_hears_of_every_other(served: Served, path: str, methods: str) -> None:
+    refused = await served.http.request("PATCH", path)
+    assert (refused.status_code, refused.headers["allow"]) == (405, methods)
+
+
+async def test_no_method_that_is_described_is_refused(served: Served) -> None:
+    described = (await served.http.get("/openapi.json")).json()["paths"]
+    for path, operations in described.items():
+        answer = await served.http.request("PATCH", path)
+        assert {method.upper() for method in operations} <= set(answer.headers["allow"].split(", "))
+
+
+async def test_every_reference_leads_somewhere(served: Served) -> None:
+    text = (await served.http.get("/openapi.json")).text
+    names = set(re.findall(r"#/components/schemas/(\w+)", text))
+    assert names <= json.loads(text)["components"]["schemas"].keys()

@@ -48,6 +48,8 @@ def test_loopback_needs_no_key(host: str) -> None:
         {"model_aliases": "gpt-4"},
         {"max_requests": 0},
         {"keepalive_s": -1},
+        {"state": "/var/lib/diffuse"},
+        {"state": "postgres://host"},
     ],
 )
 def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:

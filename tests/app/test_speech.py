@@ -92,6 +92,7 @@ async def test_events_hold_the_same_sound_and_usage(served: Served) -> None:
         ({"voice": "morgan"}, "voice"),
         ({"voice": {}}, "voice"),
         ({"duration": 0}, "duration"),
+        ({"duration": 1e-9}, "duration"),
         ({"duration": 1, "seconds": 2}, "seconds"),
         ({"instructions": "whisper"}, "instructions"),
         ({"temperature": 3}, "temperature"),

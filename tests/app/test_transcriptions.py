@@ -422,4 +422,4 @@ async def test_what_was_said_is_counted_and_never_told(
     told = metrics + caplog.text
     assert "Hello" not in told
     assert "secret" not in told
-    assert "a recording of 2.5 s" in caplog.text
+    assert "recording_s 2.5" in caplog.text

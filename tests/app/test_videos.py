@@ -18,14 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from app.api.errors import ApiError
+from app.api.file_answer import file_answer
 from app.api.multipart import parse_form
 from app.api.video_protocol import FORM_TYPES, VideoJob, VideoList
 from app.engine.request import ModelStatus
 from app.jobs import files, runner
 from app.jobs.job import Job
-from app.state.state import JobBounds, JobRow
+from app.state.state import JobBounds, JobRow, StateError
 from routing.errors import NoRouteError
 from tests.support.api_server import Served, events_of, serve_engines, settles
 from tests.support.fake_pictures import FakePictures, fake_videos
@@ -532,3 +535,26 @@ async def test_what_begins_from_a_video_is_an_enveloped_404(served: Served, path
 async def test_a_second_gone_by_is_seen_in_created_at(served: Served) -> None:
     job = await post(served)
     assert abs(job["created_at"] - time.time()) < 5
+
+
+class Vanishing:
+    """A file of 10 bytes that is removed when half of it was read."""
+
+    size = 10
+    is_closed = False
+
+    async def read(self, start: int, end: int) -> bytes:
+        return b"12345" if start == 0 else b""
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_file_that_goes_while_it_is_sent_breaks_the_answer_off() -> None:
+    file = Vanishing()
+    request = Request({"type": "http", "method": "GET", "headers": []})
+    answer = await file_answer(request, file, "video/mp4", "tag")
+    assert isinstance(answer, StreamingResponse)
+    with pytest.raises(StateError):
+        [piece async for piece in answer.body_iterator]
+    assert file.is_closed

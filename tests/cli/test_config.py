@@ -160,6 +160,8 @@ def test_what_a_service_would_refuse_it_refuses(diffuse: Diffuse, monkeypatch: p
     result = diffuse("config", "serve")
     assert result.exit_code == 2
     assert "diffuse: DIFFUSE_MAX_REQUESTS: Input should be greater than or equal to 1" in result.stderr
+    result = diffuse("config", "host", "--overhead", "1.5")
+    assert (result.exit_code, "--overhead: Input should be less than" in result.stderr) == (2, True)
     result = diffuse("config", "serv")
     assert result.exit_code == 2
     assert "choose from serve, host, sentinel, up" in result.stderr

@@ -231,6 +231,18 @@ def test_the_key_of_whoever_asks_may_be_in_the_file(
     assert parse("chat").params["api_key"] == "from-variable"
 
 
+def test_whoever_looks_after_services_looks_where_they_keep_things(
+    found: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(found[0], 'state_dir = "/kept"\nnetwork = "theirs"')
+    monkeypatch.delenv("DIFFUSE_STATE_DIR")
+    for command in ("host", "leave"):
+        assert parse(command).params["state_dir"] == Path("/kept"), command
+    assert parse("status").params["network"] == "diffuse", "a flag of one call"
+    monkeypatch.setenv("DIFFUSE_TLS_CA", "/ca.pem")
+    assert parse("query", "--prompt", "Hi").params["tls_ca"] == Path("/ca.pem")
+
+
 @pytest.mark.parametrize("command", SERVICES)
 def test_a_file_is_checked_as_a_whole_whoever_reads_it(
     diffuse: Diffuse, tmp_path: Path, command: str

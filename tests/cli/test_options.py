@@ -25,18 +25,6 @@ def test_a_wrong_address_is_a_usage_error(text: str) -> None:
         opt.parse_host_port(text, "--listen")
 
 
-def test_sizes_are_decimal() -> None:
-    assert opt.parse_size("500MB", "--kv-budget") == 500_000_000
-    assert opt.parse_size("1.5gb", "--kv-budget") == 1_500_000_000
-    assert opt.parse_size("4096", "--kv-budget") == 4096
-
-
-@pytest.mark.parametrize("text", ["", "MB", "5 apples", "-1MB", "5MBB"])
-def test_a_wrong_size_is_a_usage_error(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="500MB"):
-        opt.parse_size(text, "--kv-budget")
-
-
 def test_a_system_message_comes_first() -> None:
     assert [message["role"] for message in opt.messages_of("Hi", "Be brief")] == ["system", "user"]
     assert [message["role"] for message in opt.messages_of("Hi", None)] == ["user"]

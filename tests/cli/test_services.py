@@ -302,6 +302,17 @@ def test_what_no_flag_says_may_come_from_the_environment(
     assert served[0].port == 8123
 
 
+def test_a_failure_calls_a_setting_as_it_was_set(diffuse: Diffuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(bind_loopback(0)) as listener:
+        monkeypatch.setenv("DIFFUSE_LISTEN", f"127.0.0.1:{listener.getsockname()[1]}")
+        result = diffuse("serve", "--node", NODE)
+    assert result.exit_code == 1
+    assert "is in use: stop what listens there, or choose another port with DIFFUSE_LISTEN" in result.stderr
+    monkeypatch.delenv("DIFFUSE_LISTEN")
+    monkeypatch.setenv("DIFFUSE_TLS_CERT", "/nowhere.pem")
+    assert "DIFFUSE_TLS_CERT" in diffuse("serve", "--node", NODE).stderr
+
+
 def test_an_open_address_without_a_key_is_refused(diffuse: Diffuse, served: list[Any]) -> None:
     result = diffuse("serve", "--node", NODE, "--listen", "0.0.0.0:8000")
     assert result.exit_code == 2

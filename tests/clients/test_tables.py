@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.wires import SCENARIOS, Wire, reading
+from tools import client_environments
 from tools.client_suites import Listed, outcomes, problems, read_list
 from tools.client_wires import EXCUSED, differences
 from tools.clients import Told, table, verdict
@@ -56,6 +59,24 @@ def test_a_failure_fails_the_run_and_is_shown() -> None:
     assert verdict([passed, failed]) == 1
     assert verdict([Told(NAME, "all", "skip", "npm is not installed")]) == 1  # nothing was shown to work
     assert "FAIL" in table([passed, failed])
+
+
+def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_environments, "HOME", tmp_path)
+    wanted = tmp_path / "list.txt"
+    wanted.write_text("openai==3.57.0")
+    answers = [subprocess.CalledProcessError(1, "pip", stderr="WARNING: slow\nno registry"), None]
+
+    def make(_: Path, folder: Path) -> None:
+        if error := answers.pop(0):
+            raise error
+        folder.mkdir()
+
+    assert client_environments._made("py", wanted, make).missing == "cannot be installed: no registry"
+    assert not client_environments._made("py", wanted, make).missing
+    assert not client_environments._made("py", wanted, make).missing  # is there: not made again
 
 
 def test_a_parser_that_reads_otherwise_is_told_and_so_is_a_needless_excuse() -> None:

@@ -1,5 +1,5 @@
 """What a gateway, its nodes and a sentinel write into their logs, as processes, at debug level: whose line it is, and
-not one word of what was said.
+not one word of what was said. The same of the traces that they export.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.collector import Collector, collecting
 from tests.support.nursery import Nursery
 from tests.support.nursery_process import ERRORS_VARIABLE
 from tests.support.processes import Process, Processes, until
@@ -47,6 +48,7 @@ class Logged:
 
     processes: Processes
     folder: Path
+    collector: Collector
     nodes: list[Process] = field(default_factory=list)
     gateway: Process | None = None
     answers: list[httpx.Response] = field(default_factory=list)
@@ -67,18 +69,20 @@ def logged(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with small_llama(128, vocab_size=300) as llama:
         llama.save_pretrained(model)
     flags = ("--log-level", "debug", "--log-format", "json")
-    with Processes(nursery) as processes:
-        logged = Logged(processes, folder)
+    with collecting() as collector, Processes(nursery) as processes:
+        logged = Logged(processes, folder, collector)
         logged.log_to("sentinel")
         sentinel = processes.sentinel(*flags)
         for name, layers in (("node-0", "0:2"), ("node-1", "2:4"), ("node-2", "2:4")):
             logged.log_to(name)
-            own = ("--runner", "plain", "--dtype", "float32", "--state-dir", str(folder / f"state-{name}"))
+            state = ("--state-dir", str(folder / f"state-{name}"))
+            own = ("--runner", "plain", "--dtype", "float32", "--traces", collector.url, *state)
             node = processes._start_host(str(model), layers, *own, *flags, bootstraps=[sentinel])
             logged.nodes.append(node)
         for node in logged.nodes:
             processes._wait_ready(node)
         logged.log_to("gateway")
+        processes.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
         own = ("--name", "tiny", "--local-layers", "0:0", "--api-keys", KEY)
         logged.gateway = processes.serve(str(model), [], *own, *flags, bootstraps=[sentinel])
         _use(logged)
@@ -198,10 +202,11 @@ def test_a_refused_request_has_one_line_with_its_code(logged: Logged) -> None:
 
 def test_a_session_is_followed_by_its_name_from_gateway_to_nodes(logged: Logged) -> None:
     moves = [line for line in logged.of("gateway") if "another route" in line["event"]]
-    assert [line["event"].rpartition(" ")[2] for line in moves[1:]] == ["route"]
+    events = " ".join(line["event"] for line in moves)
+    assert "another route after" in events
+    assert "goes on over another route" in events
     assert all(line["request_id"].startswith("req_") and line["model"] == "tiny" for line in moves)
     sessions = {line["session"] for line in moves}
-    assert len(sessions) == 1
     of_node = [line for line in logged.of("node-0") if line.get("session") in sessions]
     assert of_node
     for line in of_node:
@@ -210,7 +215,7 @@ def test_a_session_is_followed_by_its_name_from_gateway_to_nodes(logged: Logged)
 
 
 def test_a_node_says_once_how_each_session_ended(logged: Logged) -> None:
-    lines = [line for line in logged.of("node-0") if "outcome" in line]
+    lines = [line for line in logged.of("node-0") if line.get("outcome", "rerouted") != "rerouted"]
     sessions = [line["session"] for line in lines]
     assert len(sessions) == len(set(sessions)) >= 4
     best = max(lines, key=lambda line: line["steps"])
@@ -220,10 +225,9 @@ def test_a_node_says_once_how_each_session_ended(logged: Logged) -> None:
 
 
 def test_nothing_is_said_of_a_token(logged: Logged) -> None:
-    """At any level: ninety tokens were made over node 0, and its log is as long as its sessions are many."""
-    num_sessions = len([line for line in logged.of("node-0") if "outcome" in line])
-    of_sessions = [line for line in logged.of("node-0") if "session" in line]
-    assert len(of_sessions) <= 4 * num_sessions
+    """At any level: more than a hundred steps were made over node 0."""
+    lines = [line for line in logged.of("node-0") if "session" in line]
+    assert sum(line.get("steps", 0) for line in lines) > 2 * len(lines)
 
 
 def test_members_are_seen_to_come_and_go(logged: Logged) -> None:
@@ -231,3 +235,25 @@ def test_members_are_seen_to_come_and_go(logged: Logged) -> None:
     first = logged.nodes[0].address[:8]
     assert f"node {first} has joined" in events
     assert f"node {first} has left" in events
+
+
+def test_a_request_is_traced_over_the_processes(logged: Logged) -> None:
+    request_id = logged.answers[0].headers["x-request-id"]
+    spans = logged.collector.spans
+    (request,) = [span for span in spans if span.attributes.get("diffuse.request_id") == request_id]
+    own = [span for span in spans if span.trace_id == request.trace_id]
+    (session,) = [span for span in own if span.name == "session" and span.service == "diffuse-gateway"]
+    assert session.parent_id == request.span_id
+    of_node = [span for span in own if span.service == "diffuse-node" and span.parent_id == session.span_id]
+    assert logged.nodes[0].address[:8] in {span.instance for span in of_node}
+    (line,) = [
+        line for line in logged.of("gateway") if line.get("answer_id") == logged.answers[0].json()["id"]
+    ]
+    assert line["trace_id"] == request.trace_id
+
+
+def test_no_word_of_what_was_said_is_exported(logged: Logged) -> None:
+    told = b"".join(logged.collector.bodies).lower()
+    assert told
+    for secret in SECRETS:
+        assert secret.encode() not in told

@@ -11,10 +11,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 from transformers import LlamaForCausalLM
 
 from app.engine.tokenizer import ChatTokenizer
+from app.request_notes import begin_notes
+from app.tracing import Traced
 from node.tracing import NodeTraces
+from routing.session_trace import BEGIN
 from routing.trace_export import open_traces
 from routing.types import Message, Step
 from tests.integration.chats import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Chat, chat
@@ -172,6 +176,31 @@ async def test_a_parent_that_is_none_begins_a_trace(
         )
     (request,) = collector.named("chat tiny")
     assert not request.parent_id
+
+
+async def test_a_request_that_is_not_sampled_is_no_part_of_the_one_before_it(collector: Collector) -> None:
+    """Requests of one connection may be answered in one task."""
+    seen: list[object] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(BEGIN.get())
+
+    export = open_traces(collector.url, "diffuse-gateway")
+    assert export is not None
+    traced = Traced(app, export.tracer)
+    for sampled in ("01", "00"):
+        begin_notes("req_1")
+        parent = f"00-{CALLER_TRACE}-{CALLER_SPAN}-{sampled}".encode()
+        scope = {"type": "http", "method": "POST", "headers": [(b"traceparent", parent)]}
+        await traced(scope, no_message, no_message)
+    await export.close()
+    assert seen[0] is not None
+    assert seen[1] is None
+    assert len(collector.spans) == 1
+
+
+async def no_message(*_: Any) -> Any:
+    """A client that says and hears nothing."""
 
 
 async def test_a_failover_is_told(

@@ -5,12 +5,14 @@ import socket
 from dataclasses import replace
 
 import pytest
+import structlog
 
 from routing.endpoint import Endpoint
 from routing.errors import ErrorCode, LinkError, RelayError, RemoteError, SecurityError, SettingsError
 from routing.identity import Identity
+from routing.link import Link
 from routing.race import race
-from routing.types import Capabilities, Describe, NodeAddress, NodeId
+from routing.types import Capabilities, Describe, Message, NodeAddress, NodeId
 from tests.routing.peers import NETWORK_ID, Inbox, Peer, Rig
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -247,3 +249,28 @@ async def test_circuits_are_limited_per_source_and_not_by_the_sentinels_address(
     may_begin = [node.endpoint._may_begin_circuit(way, NodeId(b"x" * 32)) for _ in range(30)]
     assert may_begin.count(True) == 20
     assert node.endpoint._may_begin_circuit(way, NodeId(b"y" * 32))
+
+
+# --- whose link it is
+
+
+async def test_a_link_that_a_request_dialled_is_not_part_of_the_request(rig: Rig) -> None:
+    node, dialler = await rig.peer(), await rig.peer()
+    seen: list[dict[str, object]] = []
+    really = dialler.inbox.on_message
+
+    def note(link: Link, message: Message) -> None:
+        seen.append(structlog.contextvars.get_contextvars())
+        really(link, message)
+
+    dialler.inbox.on_message = note  # type: ignore[method-assign]
+    structlog.contextvars.bind_contextvars(request_id="req_1")
+    try:
+        link = await dialler.endpoint.dial(node.address)
+        await link.send(Describe())
+        await node.inbox.receive()
+        await node.inbox.ups[0].send(Describe())
+        await dialler.inbox.receive()
+    finally:
+        structlog.contextvars.clear_contextvars()
+    assert seen == [{}]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import logging
+import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -182,3 +185,23 @@ async def test_a_certificate_that_is_about_to_end_is_told_of_once(
     await asyncio.gather(watching, return_exceptions=True)
     assert caplog.text.count("expires in 40.0 hours") == 1
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_whatever_is_in_the_files_no_other_error_comes_of_it(ca: Authority) -> None:
+    files, draw = ca.files("node"), random.Random(7)
+    whole = {path: path.read_bytes() for path in (files.cert, files.key, files.ca) if path}
+    for _ in range(150):
+        path = draw.choice(list(whole))
+        path.write_bytes(_garbled(whole[path], draw))
+        with contextlib.suppress(SettingsError):
+            member_tls(files)
+        path.write_bytes(whole[path])
+
+
+def _garbled(pem: bytes, draw: random.Random) -> bytes:
+    """A byte or two of what the armour holds are others."""
+    first, *middle, last = pem.strip().split(b"\n")
+    content = bytearray(base64.b64decode(b"".join(middle)))
+    for _ in range(draw.randint(1, 2)):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    return b"\n".join((first, base64.b64encode(content), last))

@@ -80,7 +80,7 @@ async def test_of_every_kind_of_request_nothing_is_left(kinds: EveryKind, count:
     await leavers.storm(count, at_once=60)
     await kinds.is_at_rest(within_s=10)
     await returns_to(before)
-    assert gauges(kinds.served) == {}
+    await settles(lambda: gauges(kinds.served) == {}, within_s=10)
     assert Held.now().resident_bytes < before.resident_bytes + GROWTH_BYTES
     aborted = [one for family in kinds.served.metrics.aborts.collect() for one in family.samples]
     assert sum(one.value for one in aborted if one.name.endswith("_total")) > count / 4
@@ -123,7 +123,7 @@ async def test_nodes_are_free_again(
         await settles(lambda: served.gateway.num_running == 0, within_s=20)
         await nodes_are_free(here)
         await returns_to(before)
-        assert gauges(served) == {}
+        await settles(lambda: gauges(served) == {}, within_s=10)
         assert Held.now().resident_bytes < before.resident_bytes + GROWTH_BYTES
         stays = await served.ask(model="tiny", max_tokens=4)
         assert stays.status_code == 200, stays.text

@@ -35,7 +35,19 @@ class RedisProcess:
         return f"unix://{self.socket}"
 
     def start(self) -> None:
-        arguments = [PROGRAM, "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder)]
+        bound = (
+            ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        )  # it ends when we are killed
+        arguments = [
+            *bound,
+            PROGRAM,
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--dir",
+            str(self.folder),
+        ]
         arguments += ["--save", "", "--appendonly", "no", "--databases", "16", *self.options]
         self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 10

@@ -14,6 +14,7 @@ from app.engine.diffusion.generation import PipelineEngine
 from app.engine.library import LibrarySettings, NamedModel, NetworkLibrary, opened_library
 from app.engine.model import EndsSettings, look_up
 from app.gateway import Gateway
+from app.keys import ANYONE
 from app.metrics import GatewayMetrics
 from app.settings import GatewaySettings
 from routing.errors import SettingsError
@@ -80,11 +81,14 @@ async def test_a_model_of_another_kind_is_refused_with_the_endpoint_that_has_it(
         directory.now_holds(*serving(tiny_pipelines, "pixart", (0, 4)))
         gateway = Gateway(GatewaySettings(), models, GatewayMetrics())
         wrong = "the model `pixart` makes pictures; POST /v1/images/generations asks it"
-        for asking in (gateway.ready_engine("pixart"), gateway.ready_diffusion("pixart", Kind.VIDEO)):
+        for asking in (
+            gateway.ready_engine("pixart", ANYONE),
+            gateway.ready_diffusion("pixart", Kind.VIDEO, ANYONE),
+        ):
             with pytest.raises(ApiError, match=wrong) as caught:
                 await asking
             assert (caught.value.status, caught.value.param) == (400, "model")
-        assert (await gateway.ready_diffusion(None, Kind.PICTURE)).model_name == "pixart"
+        assert (await gateway.ready_diffusion(None, Kind.PICTURE, ANYONE)).model_name == "pixart"
         with pytest.raises(ApiError, match="No model here makes sounds") as nothing:
-            await gateway.ready_diffusion(None, Kind.AUDIO)
+            await gateway.ready_diffusion(None, Kind.AUDIO, ANYONE)
         assert (nothing.value.status, nothing.value.code) == (404, "model_not_found")

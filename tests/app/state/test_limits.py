@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from app.state import limits as module
 from app.state import memory
 from app.state.limits import Limits
 from app.state.memory import MemoryState
@@ -90,6 +91,40 @@ async def test_a_store_that_fails_limits_nobody_and_is_left_alone_for_a_while() 
         assert lease is not None
         await limits.release(lease)
     assert store.num_asked == 1
+
+
+class Silent(MemoryState):
+    """A store that does not answer, until it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.num_asked = 0
+        self.told: list[str] = []
+        self.on_error = lambda part, reason: self.told.append(reason)
+
+    async def take(self, key: str, per_minute: int, cost: int = 1) -> memory.Allowance:
+        self.num_asked += 1
+        await self.answers.wait()
+        return await super().take(key, per_minute, cost)
+
+
+async def test_a_store_that_does_not_answer_holds_up_no_more_than_one_request_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S", 0.1)
+    store = Silent()
+    limits = Limits(store)
+    assert (await limits.take("key", 1)).is_granted
+    assert store.told == ["TimeoutError"]
+    await asyncio.sleep(0.11)
+    told = await asyncio.gather(*(limits.take("key", 1) for _ in range(10)))
+    assert all(one.is_granted for one in told)
+    assert store.num_asked == 2
+    store.answers.set()
+    await asyncio.sleep(0.11)
+    assert [(await limits.take("key", 1)).is_granted for _ in range(3)] == [True, False, False]
 
 
 async def test_names_of_keys_are_not_in_the_store(state: State, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import report
 from report import MODEL, tried
 
 HOME = Path(tempfile.mkdtemp())
+MINE = ("-m", "mine", "-o", "temperature", "0", "-o", "max_tokens", "200")
 PROGRAM = Path(sys.executable).with_name("llm")
 WEATHER = """
 def get_weather(city: str) -> str:
@@ -57,25 +58,25 @@ write()
 
 @tried("chat")
 def _() -> None:
-    report.answered(llm("-m", "mine", "-o", "temperature", "0", "--no-stream", report.HELLO).strip())
+    report.answered(llm(*MINE, "--no-stream", report.HELLO).strip())
 
 
 @tried("streaming")
 def _() -> None:
-    report.answered(llm("-m", "mine", report.HELLO).strip())
+    report.answered(llm(*MINE, report.HELLO).strip())
 
 
 @tried("unicode")
 def _() -> None:
     if not report.IS_SCRIPTED:
         raise report.Skipped("what a model writes cannot be foreseen")
-    report.same(llm("-m", "mine", f"Say: {report.UNICODE}").strip(), report.UNICODE)
+    report.same(llm(*MINE, f"Say: {report.UNICODE}").strip(), report.UNICODE)
 
 
 @tried("usage")
 def _() -> None:
     for options in ([], ["--no-stream"]):
-        words = [str(PROGRAM), "-m", "mine", "-u", report.HELLO, *options]
+        words = [str(PROGRAM), *MINE, "-u", report.HELLO, *options]
         settings = {**os.environ, "LLM_USER_PATH": str(HOME)}
         told = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=settings)
         assert "Token usage" in told.stderr, told.stderr[-300:]
@@ -89,13 +90,13 @@ def _() -> None:
         )
     functions = HOME / "tools.py"
     functions.write_text(WEATHER)
-    told = llm("-m", "mine", "--functions", str(functions), "--td", report.WEATHER)
+    told = llm(*MINE, "--functions", str(functions), "--td", report.WEATHER)
     report.is_told(told.strip().splitlines()[-1])
 
 
 @tried("structured")
 def _() -> None:
-    told = llm("-m", "mine", "--no-stream", "--schema", json.dumps(report.PERSON_SCHEMA), report.PERSON)
+    told = llm(*MINE, "--no-stream", "--schema", json.dumps(report.PERSON_SCHEMA), report.PERSON)
     report.is_person(json.loads(told))
 
 
@@ -105,7 +106,7 @@ def _() -> None:
         raise report.Skipped("this gateway has no key")
     write("wrong")
     try:
-        assert "key" in llm("-m", "mine", report.HELLO, fails=True).lower()
+        assert "key" in llm(*MINE, report.HELLO, fails=True).lower()
     finally:
         write()
 
@@ -117,11 +118,11 @@ def _() -> None:
 
 @tried("overflow")
 def _() -> None:
-    assert "maximum context length" in llm("-m", "mine", told=report.TOO_LONG, fails=True)
+    assert "maximum context length" in llm(*MINE, told=report.TOO_LONG, fails=True)
 
 
 @tried("broken stream")
 def _() -> None:
     if not report.IS_SCRIPTED:
         raise report.Skipped("no node is lost here")
-    assert "layers 10:20" in llm("-m", "mine", "Break", fails=True)
+    assert "layers 10:20" in llm(*MINE, "Break", fails=True)

@@ -11,6 +11,9 @@ from typing import Any
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
+# What one sets for a small model, which else repeats its words, and the call that it has made.
+SMALL = {"frequency_penalty": 1, "model_kwargs": {"parallel_tool_calls": False}}
+
 
 class TestGateway(ChatModelIntegrationTests):
     @property
@@ -27,6 +30,7 @@ class TestGateway(ChatModelIntegrationTests):
             "temperature": 0,
             "stream_usage": True,
             "max_retries": 0,
+            **(SMALL if os.environ.get("IS_SMALL") else {}),
         }
 
     @property
