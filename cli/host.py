@@ -75,6 +75,14 @@ HoldEndsOption = Annotated[
     _models("--hold-ends", help="Serve gateways with --ends remote: this node may read tokens then."),
 ]
 DtypeOption = Annotated[opt.Dtype, _models("--dtype", help="Compute type; auto measures.")]
+DeviceOption = Annotated[
+    str,
+    _models(
+        "--device",
+        metavar="DEVICE",
+        help="Where layers are computed: cpu, or cuda, or cuda:1 (not tried yet).",
+    ),
+]
 OverheadOption = Annotated[
     float, _limits("--overhead", metavar="FRACTION", help="Of the free memory, what may be used.")
 ]
@@ -134,6 +142,7 @@ def host(
     weights: opt.WeightsOption = opt.Weights.AUTO,
     runner: opt.RunnerOption = opt.Runner.AUTO,
     dtype: DtypeOption = opt.Dtype.AUTO,
+    device: DeviceOption = "cpu",
     threads: opt.ThreadsOption = None,
     # limits
     overhead: OverheadOption = 0.6,

@@ -64,9 +64,9 @@ class MemoryBudget:
         return size_bytes
 
 
-def default_budget_bytes() -> int:
+def default_budget_bytes(device: str = "cpu") -> int:
     """A share of the memory that is free now."""
-    return int(free_memory_bytes() * FREE_MEMORY_SHARE)
+    return int(free_memory_bytes(device) * FREE_MEMORY_SHARE)
 
 
 def free_memory_bytes(device: str = "cpu") -> int:

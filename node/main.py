@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from node import events
 from node.budget import free_memory_bytes
+from node.device import check_device
 from node.events import OnEvent
 from node.exporter import exporting
 from node.loading import LoadedSlice
@@ -42,6 +43,7 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent, times: PlacingT
     Cancelled a second time, it ends at once. Raises SettingsError when a file, a layer range or the address to bind
     is wrong, and ModelError when a model cannot be read, or cannot be cut exactly.
     """
+    check_device(settings.device)
     identity = load_identity(settings.key_path)
     scheduler = Scheduler()
     loader = SliceLoader(settings, scheduler, on_event)

@@ -36,6 +36,6 @@ class Memory:
         if self.settings.kv_budget_bytes is not None:
             return self.settings.kv_budget_bytes
         if not is_placed:
-            return default_budget_bytes()
+            return default_budget_bytes(self.settings.device)
         weights_bytes = sum(held.weights_bytes for held in slices.serving)
         return max(int(self.allowed_bytes * SESSIONS_SHARE), self.allowed_bytes - weights_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from routing.address_policy import Scope
 from routing.addresses import parse_address
@@ -20,6 +20,7 @@ from routing.errors import SettingsError
 from routing.tls import Tls
 from routing.types import Capabilities, NodeAddress, NodeId, SliceSpec
 
+DEVICE = re.compile(r"cpu|cuda(:\d{1,2})?")
 LAYERS = re.compile(r"\d+:\d+")
 WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - to refuse them as addresses to tell others
 MAX_ROWS = 4096  # rows of one step: 64 MiB of float32 at a hidden size of 4096, the largest message (transport.md 5.6)
@@ -62,6 +63,13 @@ def check_metrics(place: HostPort | None, *, is_open: bool) -> None:
         f"metrics at {place} could be read by whoever reaches that address: bind them to 127.0.0.1, "
         "or say --metrics-open where only your scraper gets there"
     )
+
+
+def check_device_name(device: str) -> str:
+    """A device's name. Raises ValueError for one that no layers are computed on."""
+    if not DEVICE.fullmatch(device):
+        raise ValueError("it is cpu, cuda, or cuda:N for one of several GPUs")
+    return device
 
 
 def parse_layers(text: object) -> object:
@@ -151,7 +159,7 @@ class NodeSettings(BaseModel):
     metrics_open: bool = False  # on an address that others can reach
     traces: str | None = None  # URL of an OTLP collector; None: OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere
 
-    device: str = "cpu"
+    device: Annotated[str, AfterValidator(check_device_name)] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: Literal["auto", "bf16", "fp32", "int8"] = (
         "auto"  # auto: the checkpoint's own bits, nothing is lost
