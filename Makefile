@@ -50,7 +50,7 @@ test: install
 
 # What takes minutes or minds company: real models, and processes that are killed under load. One after the other.
 long: install
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -m "long and not chaos"
 
 # An internet of network namespaces: as root, with iproute2, nftables and conntrack; skipped with the reason elsewhere.
 netns: install

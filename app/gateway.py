@@ -1,6 +1,7 @@
 """What every endpoint of one gateway shares: settings, models by name, metrics, and who is being answered.
 
-Built once in `main.py`. Bounds the answers that run at once, and ends them when the gateway is told to stop.
+Built once in `main.py`. Says which models a key may use, waits until one can answer, lets requests in (`entrance.py`),
+and ends them when the gateway is told to stop.
 """
 
 from __future__ import annotations

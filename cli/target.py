@@ -7,9 +7,10 @@ named.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -26,6 +27,9 @@ from cli.options import (
     parse_local_layers,
 )
 from routing.tls_files import TlsFiles
+
+if TYPE_CHECKING:
+    from cli.gateway import Gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,7 @@ async def chosen(target: Target, *, wants_drawing: bool, wants_words: bool = Fal
     Of a gateway's models, where none is named, the first that makes what is wanted.
     """
     if not target.runs_engine:
-        from cli.gateway import DEFAULT_URL, open_gateway
-
-        url = target.url or DEFAULT_URL
-        async with open_gateway(
-            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model or ""
-        ) as gateway:
+        async with asked_gateway(replace(target, model=target.model or "")) as gateway:
             if target.model is not None:
                 return target, await gateway.output_of(target.model, wants_drawing=wants_drawing)
             model, output = await gateway.first_that(draws=wants_drawing, hears=wants_words)
@@ -119,13 +118,9 @@ async def open_drawer(target: Target, output: str) -> AsyncIterator[Drawer]:
         async with open_drawing_nodes(target, target.model or DEFAULT_MODEL) as engine:
             yield engine
     else:
-        from cli.gateway import DEFAULT_URL, open_gateway
         from cli.gateway_drawing import GatewayDrawer
 
-        url = target.url or DEFAULT_URL
-        async with open_gateway(
-            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
-        ) as gateway:
+        async with asked_gateway(target) as gateway:
             yield GatewayDrawer(gateway, output)
 
 
@@ -138,10 +133,17 @@ async def open_answerer(target: Target) -> AsyncIterator[Answerer]:
         async with open_nodes(target, target.model or DEFAULT_MODEL) as engine:
             yield engine
     else:
-        from cli.gateway import DEFAULT_URL, open_gateway
-
-        url = target.url or DEFAULT_URL
-        async with open_gateway(
-            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
-        ) as gateway:
+        async with asked_gateway(target) as gateway:
             yield gateway
+
+
+def asked_gateway(target: Target) -> AbstractAsyncContextManager[Gateway]:
+    """Connect to the gateway that is asked; it is asked for its first model where `target` has none, but for ""."""
+    from cli import gateway
+
+    return gateway.open_gateway(
+        target.url or gateway.DEFAULT_URL,
+        api_key=target.api_key,
+        tls_ca=target.tls.ca,
+        model=target.model,
+    )

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import typer
 
@@ -21,11 +21,9 @@ from app.media.subtitles import subrip, webvtt
 from cli import show
 from cli.draw import check_folder, keep
 from cli.failures import CommandError
-from cli.gateway import DEFAULT_URL, Gateway, GatewayError, open_gateway
+from cli.gateway import Gateway, GatewayError
 from cli.options import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from cli.target import Target
+from cli.target import Target, asked_gateway
 
 MAX_FILE_BYTES: Final = 100 << 20  # what a gateway takes
 PATH: Final = "audio/transcriptions"
@@ -105,10 +103,7 @@ async def open_scribe(target: Target) -> AsyncIterator[Scribe]:
         async with open_hearing_nodes(target, target.model or DEFAULT_MODEL) as engine:
             yield engine
     else:
-        url = target.url or DEFAULT_URL
-        async with open_gateway(
-            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
-        ) as gateway:
+        async with asked_gateway(target) as gateway:
             yield GatewayScribe(gateway)
 
 

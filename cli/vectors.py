@@ -9,15 +9,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from cli import show
 from cli.drawing import EMBEDDINGS
-from cli.gateway import DEFAULT_URL, Gateway, GatewayError, open_gateway
+from cli.gateway import Gateway, GatewayError
 from cli.options import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from cli.target import Target
+from cli.target import Target, asked_gateway
 
 NUM_SHOWN: Final = 6
 
@@ -64,10 +62,7 @@ async def open_embedder(target: Target) -> AsyncIterator[Embedder]:
         async with open_embedding_nodes(target, target.model or DEFAULT_MODEL) as engine:
             yield engine
     else:
-        url = target.url or DEFAULT_URL
-        async with open_gateway(
-            url, api_key=target.api_key, tls_ca=target.tls.ca, model=target.model
-        ) as gateway:
+        async with asked_gateway(target) as gateway:
             yield GatewayEmbedder(gateway)
 
 

@@ -124,12 +124,6 @@ class SliceTable:
         assert place is not None, "the slice is not here"
         place.is_draining = True
 
-    def restore(self, held: HeldSlice) -> None:
-        """Offer a draining slice again."""
-        place = self._place(held)
-        assert place is not None, "the slice is not here"
-        place.is_draining = False
-
     def close_doors(self) -> None:
         """Drain every slice, those still to come too: the node leaves."""
         self._is_closed = True

@@ -125,13 +125,6 @@ class MapReader:
             raise malformed(f"field {key!r} is not a map")
         return value
 
-    def plain_list(self, key: str) -> list[Any]:
-        """Return a nested list whose items the caller checks."""
-        value = self._get(key)
-        if type(value) is not list:
-            raise malformed(f"field {key!r} is not a list")
-        return value
-
     def session(self, key: str) -> SessionId:
         return SessionId(self.blob(key, 16))
 

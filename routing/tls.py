@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from routing.describing import describe
 from routing.errors import SettingsError
 from routing.tls_files import TlsFiles, check_ca, check_own, stamp_of
 
@@ -67,6 +68,8 @@ class Tls:
             self.contexts = self._make(self.files)
         except SettingsError as error:
             logger.error("%s; the files from before stay in use", error)  # noqa: TRY400 - the text says it all
+        except Exception as error:  # whatever a file in the making holds: what runs does not end for it
+            logger.error("the TLS files cannot be read: %s", describe(error))  # noqa: TRY400 - its text may quote
         else:
             self._reminded_at = 0.0
             logger.info("the TLS files were read again: connections from now on use them")

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 RunnerName = Literal["auto", "fast", "invariant", "plain"]
 WeightsName = Literal["auto", "bf16", "fp32", "int8"]
-RUNNERS: tuple[RunnerName, ...] = ("auto", "fast", "invariant", "plain")
-WEIGHTS: tuple[WeightsName, ...] = ("auto", "bf16", "fp32", "int8")
 
 
 class LoadedRunner(Runner, Protocol):

@@ -1,9 +1,10 @@
-"""For every test: kernels are compiled once for all of them, however many caches of their own they have."""
+"""For every test: kernels are compiled once for all, and what tests of several folders use is made here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from slicing.cache import cache_root
 from tests.support.nursery import Nursery
 
 if TYPE_CHECKING:
+    from tests.support.certificates import Authority
     from tests.support.tiny_pipelines import TinyPipelines
 
 os.environ.setdefault("DIFFUSE_KERNEL_CACHE", str(cache_root() / "kernels"))
@@ -31,3 +33,11 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory) -> TinyPipelines:
     from tests.support.tiny_pipelines import TinyPipelines
 
     return TinyPipelines(tmp_path_factory.mktemp("tiny-pipelines"))
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> Authority:
+    """An authority whose certificates lie in the test's own folder."""
+    from tests.support.certificates import Authority
+
+    return Authority(tmp_path)

@@ -56,6 +56,9 @@ class CallParser:
             self._read_beginning if use.style.kind in IS_BARE else self._read_text
         )
         self._json = JsonScanner()
+        self._whole: tuple[JsonScanner, int] | None = (
+            None  # how far a call that is read as a whole was looked at
+        )
         self._tagged: TaggedArguments | None = None
         self._made: list[Piece] = []
         self._is_silent = False  # a call beyond the most that there may be
@@ -135,13 +138,18 @@ class CallParser:
                 return self._read_named(start)
         if start[0] != "{":
             return self._give_up()
-        if (head := HEAD.match(self._buffer)) is not None:
+        if self._whole is None and (head := HEAD.match(self._buffer, 0, MAX_HEAD)) is not None:
             if head[1] not in self._use.names:
                 return self._give_up()
             return self._begin_call(head[1], head.end(), is_nested=True)
-        scanner = JsonScanner()
-        end = scanner.feed(start)
-        return False if end is None else self._read_whole(start[:end], start[end:])
+        scanner, num_scanned = self._whole or (JsonScanner(), 0)
+        end = scanner.feed(start, num_scanned)
+        if end is None:
+            # The head of a call that is told as it comes may yet be complete.
+            self._whole = (scanner, len(start)) if self._whole or len(self._buffer) >= MAX_HEAD else None
+            return False
+        self._whole = None
+        return self._read_whole(start[:end], start[end:])
 
     def _read_head(self, mark: str, head: re.Pattern[str]) -> bool:
         """A call whose name stands before a mark."""
@@ -178,10 +186,12 @@ class CallParser:
 
     def _read_named(self, start: str) -> bool:
         """A call with its name before its arguments."""
-        if (head := NAMED.match(self._buffer)) is not None:
+        if (head := NAMED.match(self._buffer, 0, MAX_HEAD)) is not None:
             if head[1] not in self._use.names:
                 return self._give_up()
             return self._begin_call(head[1], head.end(), is_nested=False)
+        if len(self._buffer) >= MAX_HEAD:
+            return self._give_up()
         name, _, behind = start.partition("[")
         could_follow = re.fullmatch(r"[\w.-]*\s*", name) is not None and (not behind or len(behind) < 200)
         return False if could_follow and (name.strip() or not behind) else self._give_up()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+IN_STRING = re.compile(r'["\\]')
+OUTSIDE = re.compile(r'["{}\[\]]')
+
 
 class JsonScanner:
     """Finds where a JSON object or list that is fed in pieces ends; `depth`: it has begun before."""
@@ -11,22 +16,23 @@ class JsonScanner:
         self._in_string = False
         self._is_escaped = False
 
-    def feed(self, text: str) -> int | None:
-        """Return the place behind its last character, or None where it goes on."""
-        for place, character in enumerate(text):
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
+    def feed(self, text: str, start: int = 0) -> int | None:
+        """Take the text from `start` on; return the place behind its last character, or None where it goes on."""
+        place = start
+        if self._is_escaped and place < len(text):
+            self._is_escaped = False
+            place += 1
+        while (found := (IN_STRING if self._in_string else OUTSIDE).search(text, place)) is not None:
+            place, character = found.end(), found[0]
+            if character == '"':
+                self._in_string = not self._in_string
+            elif character == "\\":
+                self._is_escaped = place == len(text)
+                place += 1
             elif character in "{[":
                 self._depth += 1
-            elif character in "}]":
+            else:
                 self._depth -= 1
                 if self._depth <= 0:
-                    return place + 1
+                    return place
         return None

@@ -61,8 +61,7 @@ async def merge(
                     yield index, event
     finally:
         await _end([stopping, *pending])
-        for generator in generators:
-            await generator.aclose()
+        await _close(generators)
 
 
 def _check(watches: Sequence[Watch], pending: Iterable[int], now: float) -> None:
@@ -70,6 +69,18 @@ def _check(watches: Sequence[Watch], pending: Iterable[int], now: float) -> None
     for index in pending:
         if now >= watches[index].due_at:
             raise watches[index].error()
+
+
+async def _close(generators: Sequence[AsyncGenerator[Event, None]]) -> None:
+    """Close every one, also where another fails at it. Raises the first failure."""
+    failures: list[BaseException] = []
+    for generator in generators:
+        try:
+            await generator.aclose()
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 async def _next(generator: AsyncGenerator[Event, None]) -> Event | None:

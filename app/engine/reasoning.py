@@ -165,11 +165,10 @@ class BlockSplitter:
 
     def _open(self) -> bool:
         """Pass over whitespace, and over a mark that the prompt had already; return whether there is a thought."""
-        start, opener = self._buffer.lstrip(), self._style.opener
+        opener = self._style.opener
+        while (start := self._buffer.lstrip()).startswith(opener):
+            self._cut("mark", len(self._buffer) - len(start) + len(opener))
         self._cut("mark", len(self._buffer) - len(start))
-        if start.startswith(opener):
-            self._cut("mark", len(opener))
-            return self._open()
         self._has_thought = bool(start) and not opener.startswith(start)
         return self._has_thought
 

@@ -78,17 +78,21 @@ def _value(
 
 
 def _branches(
-    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0
+    schema: Mapping[str, Any], root: Mapping[str, Any], seen: tuple[set[int], int] | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """A schema as several, of which none mixes strings with other types."""
+    """A schema as several, of which none mixes strings with other types; none is told twice."""
+    known, depth = seen or (set(), 0)
     schema = resolved(schema, root)
+    if id(schema) in known:
+        return
+    known.add(id(schema))
     types = types_of(schema, root)
     inner = schema.get("anyOf") or schema.get("oneOf")
     if "string" not in types or types == {"string"} or "enum" in schema or "const" in schema:
         yield schema
     elif isinstance(inner, list) and depth < MAX_DEPTH:
         for one in inner:
-            yield from _branches(one if isinstance(one, Mapping) else {}, root, depth + 1)
+            yield from _branches(one if isinstance(one, Mapping) else {}, root, (known, depth + 1))
     else:
         yield {key: value for key, value in schema.items() if key != "type"} | {"type": "string"}
         others = sorted(types - {"string"} - ({"integer"} if "number" in types else set()))

@@ -22,9 +22,19 @@ def property_of(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any] |
     return schema if isinstance(schema, Mapping) else {} if schema is True else None
 
 
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], steps: int = MAX_STEPS) -> frozenset[str]:
+def types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema lets through, as far as it says so."""
+    return _types_of(schema, root, MAX_STEPS, set())
+
+
+def _types_of(
+    schema: Mapping[str, Any], root: Mapping[str, Any], steps: int, seen: set[int]
+) -> frozenset[str]:
+    """`seen` are the schemas that were looked at: alternatives that name each other are no work of an exponent."""
     schema = resolved(schema, root)
+    if id(schema) in seen:
+        return frozenset()
+    seen.add(id(schema))
     stated = schema.get("type")
     if isinstance(stated, str):
         return frozenset({stated})
@@ -35,7 +45,7 @@ def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], steps: int = MA
         return frozenset(type_of(value) for value in values)
     branches = [one for key in ("anyOf", "oneOf") for one in _list(schema.get(key))]
     if branches and steps:
-        found = [types_of(one, root, steps - 1) for one in branches if isinstance(one, Mapping)]
+        found = [_types_of(one, root, steps - 1, seen) for one in branches if isinstance(one, Mapping)]
         return frozenset().union(*found)
     return ALL_TYPES
 
@@ -86,10 +96,20 @@ class Unread:
 
 def _parsed(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text, parse_constant=_refused, parse_float=_finite)
     except (ValueError, RecursionError):
         return Unread()
-    return Unread() if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite(text: str) -> float:
+    """A number that JSON can say, wherever it stands. Raises ValueError."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
+def _refused(text: str) -> None:
+    raise ValueError(text)
 
 
 def _list(value: Any) -> list[Any]:

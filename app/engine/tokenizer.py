@@ -56,10 +56,6 @@ class ChatTokenizer:
         return cls(tokenizer, folder, takes_plain_text=takes_plain_text)
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._template.exists
-
-    @property
     def _joins_contents(self) -> bool:
         return self._takes_plain_text and not self._template.exists
 

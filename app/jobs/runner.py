@@ -71,6 +71,7 @@ class JobRunner:
         self._endpoint = endpoint
         self._places = asyncio.Semaphore(gateway.settings.videos_at_once)
         self._running: dict[str, _Running] = {}
+        self._num_coming = 0  # taken, and not kept yet
         self._sweeping: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
@@ -97,14 +98,20 @@ class JobRunner:
         most = self._gateway.settings.videos_waiting
         if self._gateway.is_draining or self._is_closing:
             raise unavailable("shutting_down", SHUTTING_DOWN, FULL_RETRY_S)
-        if len(self._running) >= most:
+        if len(self._running) + self._num_coming >= most:
             raise unavailable(
                 "overloaded", f"{most} videos wait already, the most this gateway lets wait", FULL_RETRY_S
             )
+        self._num_coming += 1
         try:
             await self.store.add(job)
         except StorageError as error:
             raise unavailable(error.code, str(error), FULL_RETRY_S) from None
+        finally:
+            self._num_coming -= 1
+        if self._is_closing:  # meanwhile: nobody would end it
+            await self.store.fail(job, INTERRUPTED, SHUTTING_DOWN)
+            raise unavailable("shutting_down", SHUTTING_DOWN, FULL_RETRY_S)
         progress = Progress(steps=job.steps)
         task = asyncio.create_task(self._run(job, request, progress))
         self._running[job.id] = _Running(job, task, progress, asyncio.Event())

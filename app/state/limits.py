@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable
+from contextvars import Context
 from typing import TypeVar
 
 from app.state.state import Allowance, State, StateError
@@ -28,6 +29,7 @@ class Limits:
         self._state = state
         self._left_alone_until = 0.0
         self._has_failed = False
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def take(self, key: str, per_minute: int, cost: int = 1) -> Allowance:
         """Take from a key's requests of a minute, as `State.take`."""
@@ -44,8 +46,15 @@ class Limits:
 
     async def release(self, lease: str) -> None:
         """Let go of a lease, as `State.release`; a state that cannot does it later."""
-        if lease != UNHELD:
-            await self._asked(self._state.release(lease), None)
+        if lease == UNHELD:
+            return
+        releasing = self._asked(self._state.release(lease), None)
+        if self._is_left_alone:  # no answer ends later for it
+            task = asyncio.create_task(releasing, context=Context())
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+        else:
+            await releasing
 
     @property
     def _is_left_alone(self) -> bool:

@@ -61,7 +61,7 @@ class MemoryState:
 
 def allowance(is_granted: bool, num_taken: int, oldest: float | None, now: float, most: int) -> Allowance:
     """Put together what is told of a limit; `oldest` is when the first of the places was taken, on `now`'s clock."""
-    reset_s = 0.0 if oldest is None else max(0.0, oldest + WINDOW_S - now)
+    reset_s = 0.0 if oldest is None else min(max(0.0, oldest + WINDOW_S - now), WINDOW_S)
     wait_s = 0.0 if is_granted else max(0.001, reset_s or WINDOW_S)
     return Allowance(wait_s, max(0, most - num_taken), reset_s)
 

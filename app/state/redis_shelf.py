@@ -26,7 +26,14 @@ redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[3])
 local total = redis.call('HINCRBY', KEYS[3], '', ARGV[3])
 while total > tonumber(ARGV[5]) do
-    drop(redis.call('ZRANGE', KEYS[2], 0, 0)[1])
+    local first = redis.call('ZRANGE', KEYS[2], 0, 1)
+    local oldest = first[1] == ARGV[1] and first[2] or first[1] -- of one millisecond, not what was put just now
+    if oldest == ARGV[1] then -- a server that is full has evicted the index: what the others weighed is unknown
+        redis.call('DEL', KEYS[3])
+        redis.call('HSET', KEYS[3], ARGV[1], ARGV[3], '', ARGV[3])
+        break
+    end
+    drop(oldest)
     total = tonumber(redis.call('HGET', KEYS[3], ''))
 end
 redis.call('PEXPIRE', KEYS[2], ARGV[7])

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import RedisStorage
-from limits.aio.strategies import MovingWindowRateLimiter
 
 from app.state.memory import WINDOW_S, allowance
 from app.state.redis_files import RedisFiles
@@ -29,9 +27,12 @@ ALIVE = f"{PREFIX}gateway:"  # names begin so; each is there while its gateway l
 HELD_S = 24 * 3600  # a name of a key's places goes when nobody took one for so long
 RETRY_S = 1.0  # a server that comes back must hear of us before others take us for dead
 
-# KEYS: the key's places. ARGV: "GATEWAY LEASE", cost, most, time to live, what names of gateways begin with.
-# Returns 1 or 0. Places of gateways that died are let go.
+# KEYS: the key's places. ARGV: "GATEWAY LEASE", cost, most, time to live, what names of gateways begin with, how long
+# ours is thought to live. Returns 1 or 0. Places of gateways that died are let go; who asks lives, also where a server
+# that began anew has not heard of it yet.
 _HOLD = """
+local alive = ARGV[5] .. string.match(ARGV[1], '^%S+')
+if redis.call('PEXPIRE', alive, ARGV[6]) == 0 then redis.call('SET', alive, 1, 'PX', ARGV[6]) end
 local held, total = redis.call('HGETALL', KEYS[1]), 0
 for at = 1, #held, 2 do
     local gateway = string.match(held[at], '^%S+')
@@ -65,7 +66,7 @@ class RedisState:
             key_prefix=f"{PREFIX}taken",
             connection_pool=server.pool,  # type: ignore[arg-type]
         )
-        self._minutes = MovingWindowRateLimiter(storage)
+        self._minutes = storage.bridge  # the library's scripts, which are told a time: the server's, not ours
         self._hold = server.script(_HOLD)
         self._owed: set[str] = set()  # leases that are to be released once the server answers
 
@@ -91,15 +92,19 @@ class RedisState:
     async def take(self, key: str, per_minute: int, cost: int = 1) -> Allowance:
         item = RateLimitItemPerMinute(per_minute, namespace="minute")
         with self._server.asked("limits"):
-            is_granted = await self._minutes.hit(item, key, cost=cost)
-            window = await self._minutes.get_window_stats(item, key)
-        oldest = window.reset_time - WINDOW_S
-        return allowance(is_granted, per_minute - window.remaining, oldest, time.time(), per_minute)
+            seconds, micros = await self._server.client.time()
+            now, names = seconds + micros / 1e6, [self._minutes.prefixed_key(item.key_for(key))]
+            asked = [now, per_minute, int(WINDOW_S), cost]
+            is_granted = bool(await self._minutes.lua_acquire_moving_window(names, asked))
+            window = await self._minutes.lua_moving_window(names, [now - WINDOW_S, per_minute])
+        oldest, num_taken = (float(window[0]), int(window[1])) if window else (None, 0)
+        return allowance(is_granted, num_taken, oldest, now, per_minute)
 
     async def hold(self, key: str, most: int, cost: int = 1) -> str | None:
         lease = f"{secrets.token_hex(8)} {key}"
         self._owed.add(lease)  # until it is known what came of it
-        asked = [f"{self.gateway_id} {lease}", cost, most, HELD_S, ALIVE]
+        lease_ms = int(self._lease_s * 1000)
+        asked = [f"{self.gateway_id} {lease}", cost, most, HELD_S, ALIVE, lease_ms]
         with self._server.asked("limits"):
             is_held = await self._hold(keys=[_held(key)], args=asked)
         self._owed.discard(lease)

@@ -64,7 +64,7 @@ ROUTE_GROUPS, ROUTE_TOP_GROUPS = 11, 12
 SOFTMAX_THEN_TOP_K, TOP_K_THEN_SOFTMAX, SIGMOID_THEN_TOP_K = 0, 1, 2
 
 # EXPERTS: ROUTES is a buffer that ROUTE wrote; TABLE is the address of EXPERT_WORDS fields per expert; WORK is the
-# first of EXPERT_BUFFERS buffers that only this operation uses (see `program`). ADD: dst += the sum, as one addition.
+# first of five buffers that only this operation uses (see `program`). ADD: dst += the sum, as one addition.
 EXPERTS_ROUTES, EXPERTS_TABLE, EXPERTS_COUNT, EXPERTS_TOP_K, EXPERTS_INTER = 5, 6, 7, 8, 9
 EXPERTS_ACTIVATION, EXPERTS_LAYOUT, EXPERTS_ALPHA, EXPERTS_LIMIT, EXPERTS_WORK, EXPERTS_ADD = (
     10,
@@ -77,7 +77,6 @@ EXPERTS_ACTIVATION, EXPERTS_LAYOUT, EXPERTS_ALPHA, EXPERTS_LIMIT, EXPERTS_WORK, 
 EXPERT_WORDS = 4
 EXPERT_GATE_UP, EXPERT_GATE_UP_BIAS, EXPERT_DOWN, EXPERT_DOWN_BIAS = 0, 1, 2, 3  # weight records; biases or 0
 # The work buffers, in floats per row of the step. Seen as [rows * top_k, width], as all widths are multiples of LANES.
-EXPERT_BUFFERS = 5
 EXPERT_ORDER, EXPERT_INPUTS, EXPERT_GATE_UPS, EXPERT_HIDDEN, EXPERT_OUTPUTS = 0, 1, 2, 3, 4
 
 # Weights: a record that LINEAR and EXPERTS point to.
@@ -127,7 +126,6 @@ def _store_of(kind: Any, llvm: Any) -> Any:
 
 
 load_i64 = _load_of(types.int64, ir.IntType(64))
-load_f64 = _load_of(types.float64, ir.DoubleType())
 load_u8 = _load_of(types.uint8, ir.IntType(8))
 load_f32 = _load_of(types.float32, ir.FloatType())
 store_i64 = _store_of(types.int64, ir.IntType(64))

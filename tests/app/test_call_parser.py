@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -290,3 +291,25 @@ def test_no_text_is_lost_and_cuts_do_not_matter(style: ToolStyle, fragments: lis
         assert said == text
     for name, _ in calls:
         assert name in NAMES
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        (PLAIN, '{"items": ["' + "a{b" * 10_000),
+        (HERMES, '<tool_call>{"arguments": {"city": "' + "a" * 30_000),
+        (MISTRAL_ARGS, "[TOOL_CALLS]" + "a" * 30_000),
+        (MISTRAL_ARGS, "[TOOL_CALLS]weather" + " " * 30_000),
+    ],
+)
+def test_what_may_yet_be_a_call_is_read_once(style: ToolStyle, text: str) -> None:
+    began = time.thread_time()
+    told, _ = parsed(style, [text[place : place + 4] for place in range(0, len(text), 4)])
+    assert time.thread_time() - began < 2.0  # it took 8 s while each piece was read from the beginning
+    assert told == (text, [])
+
+
+def test_values_that_are_no_json_inside_lists_are_texts() -> None:
+    text = "<tool_call>\n<function=weather>\n<parameter=any>\n[NaN, 1e999]\n</parameter>\n</function>\n</tool_call>"
+    (_, [(_, arguments)]), _ = parsed(QWEN_XML, [text])
+    assert json.loads(arguments, parse_constant=pytest.fail) == {"any": "[NaN, 1e999]"}

@@ -18,17 +18,6 @@ LENGTH = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
 CLOSE = b"Connection: close\r\n"
 
 
-async def talk(served: Served, sent: bytes) -> bytes:
-    """Send bytes and read until the gateway hangs up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(sent)
-    try:
-        async with asyncio.timeout(5):
-            return await reader.read()
-    finally:
-        writer.close()
-
-
 def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
@@ -47,7 +36,7 @@ NOT_HTTP: list[tuple[str, bytes]] = [
 
 @pytest.mark.parametrize("sent", [pytest.param(sent, id=name) for name, sent in NOT_HTTP])
 async def test_what_is_not_http_gets_an_envelope_and_an_id(served: Served, sent: bytes) -> None:
-    answer = await talk(served, sent)
+    answer = await served.talk(sent)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert status_of(answer) == 400
     assert json.loads(body)["error"]["code"] == "invalid_http"
@@ -55,7 +44,7 @@ async def test_what_is_not_http_gets_an_envelope_and_an_id(served: Served, sent:
 
 
 async def test_garbage_behind_a_request_does_not_spoil_its_answer(served: Served) -> None:
-    answer = await talk(served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n\x00\xff\r\n\r\n")
+    answer = await served.talk(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n\x00\xff\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.count(b"HTTP/1.1 400 ") == 1
 
@@ -69,8 +58,8 @@ async def test_headers_without_end_are_cut_off(served: Served) -> None:
 
 async def test_headers_that_drip_are_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
-    assert await talk(served, b"") == b""
-    assert await talk(served, b"GET /health HTTP/1.1\r\nHost:") == b""
+    assert await served.talk(b"") == b""
+    assert await served.talk(b"GET /health HTTP/1.1\r\nHost:") == b""
 
 
 async def test_a_slow_answer_is_not_a_slow_request(
@@ -78,31 +67,29 @@ async def test_a_slow_answer_is_not_a_slow_request(
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
     monkeypatch.setattr(scripted, "before_token", lambda number: asyncio.sleep(0.03))
-    assert status_of(await talk(served, POST + CLOSE + LENGTH + BODY)) == 200
+    assert status_of(await served.talk(POST + CLOSE + LENGTH + BODY)) == 200
 
 
 async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(served: Served) -> None:
     offer = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
-    assert status_of(await talk(served, POST + offer + LENGTH + BODY)) == 200
+    assert status_of(await served.talk(POST + offer + LENGTH + BODY)) == 200
 
 
 async def test_an_old_probe_needs_no_host(served: Served) -> None:
-    assert status_of(await talk(served, b"GET /health HTTP/1.0\r\n\r\n")) == 200
-    assert status_of(await talk(served, b"GET /health HTTP/1.0\r\nHost: evil.example\r\n\r\n")) == 403
+    assert status_of(await served.talk(b"GET /health HTTP/1.0\r\n\r\n")) == 200
+    assert status_of(await served.talk(b"GET /health HTTP/1.0\r\nHost: evil.example\r\n\r\n")) == 403
 
 
 async def test_a_stream_reaches_an_http_1_0_client_without_chunks(served: Served) -> None:
     body = json.dumps({**QUESTION, "stream": True}).encode()
     head = f"POST {PATH} HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    answer = await talk(served, head.encode() + body)
+    answer = await served.talk(head.encode() + body)
     assert b"transfer-encoding" not in answer.lower()
     assert answer.endswith(b"\n\ndata: [DONE]\n\n")
 
 
 async def test_a_request_about_no_path_at_all_is_not_found(served: Served) -> None:
-    assert (
-        status_of(await talk(served, b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n")) == 404
-    )
+    assert status_of(await served.talk(b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n")) == 404
 
 
 async def test_several_requests_at_once_are_answered_in_order(served: Served) -> None:
@@ -110,7 +97,7 @@ async def test_several_requests_at_once_are_answered_in_order(served: Served) ->
         b"GET /version HTTP/1.1\r\nHost: localhost\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
     )
-    answer = await talk(served, first + b"\r\n" + last + CLOSE + b"\r\n")
+    answer = await served.talk(first + b"\r\n" + last + CLOSE + b"\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 2
     assert answer.index(b'"version"') < answer.index(b'"status"')
 
@@ -155,5 +142,5 @@ def told_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 async def test_a_body_does_not_wait_until_its_head_is_acknowledged(
     served: Served, told_at_once: list[bool]
 ) -> None:
-    await talk(served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n")
+    await served.talk(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n")
     assert told_at_once == [True]

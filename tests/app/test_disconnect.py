@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from typing import Any
 
@@ -14,14 +13,9 @@ from tests.support.api_server import PATH, QUESTION, Served, settles
 from tests.support.local_engine import ScriptedEngine
 
 
-async def connect(served: Served, **changes: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(served: Served, **changes: Any) -> asyncio.StreamWriter:
     """Send a chat request on a bare socket."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    body = json.dumps({**QUESTION, **changes}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    await writer.drain()
-    return reader, writer
+    return await served.begin(PATH, {**QUESTION, **changes})
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -31,7 +25,7 @@ async def test_leaving_frees_every_session_at_once(
     served: Served, scripted: ScriptedEngine, is_stream: bool, choices: int, waits_at: int
 ) -> None:
     scripted.before_token = lambda number: asyncio.Event().wait() if number == waits_at else None
-    _, writer = await connect(served, stream=is_stream, n=choices)
+    writer = await connect(served, stream=is_stream, n=choices)
     await settles(lambda: scripted.num_open == choices)
     writer.close()
     await settles(lambda: scripted.num_open == 0, within_s=1)
@@ -42,7 +36,7 @@ async def test_leaving_frees_every_session_at_once(
 
 async def test_leaving_is_no_error(served: Served, scripted: ScriptedEngine) -> None:
     scripted.before_token = lambda number: asyncio.Event().wait()
-    _, writer = await connect(served)
+    writer = await connect(served)
     await settles(lambda: scripted.num_open == 1)
     writer.close()
     await settles(lambda: served.gateway.num_running == 0)
@@ -65,7 +59,7 @@ async def test_a_hundred_random_leavers_leave_nothing_behind(serve: Serve, scrip
     async with serve(max_requests=400) as served:
 
         async def leave_early() -> None:
-            _, writer = await connect(served, stream=draw.random() < 0.5, n=draw.choice((1, 2)))
+            writer = await connect(served, stream=draw.random() < 0.5, n=draw.choice((1, 2)))
             await asyncio.sleep(draw.random() * 0.02)
             writer.close()
 

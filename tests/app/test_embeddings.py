@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -194,10 +193,7 @@ async def test_a_node_that_fails_is_an_error_and_no_short_list(
 
 async def test_leaving_ends_the_work(served: Served, librarian: FakeEmbeddings) -> None:
     librarian.before_text = lambda number: asyncio.Event().wait() if number == 1 else None
-    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    body = json.dumps(BODY).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer = await served.begin(PATH, BODY)
     await settles(lambda: librarian.num_open == 1)
     writer.close()
     await settles(lambda: librarian.num_open == 0 and served.gateway.num_running == 0)

@@ -61,6 +61,7 @@ def said(
     return tokenizer.decode(ids[len(PROMPT) :]), "length"
 
 
+@pytest.mark.long
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_schemas_are_obeyed_over_the_tokens_of_real_models(name: str) -> None:

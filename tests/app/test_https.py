@@ -6,7 +6,6 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,11 +24,6 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def ca(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-@pytest.fixture
 async def served(serve: Serve, ca: Authority) -> AsyncIterator[Served]:
     files = ca.files("gateway")
     async with serve(tls_cert=files.cert, tls_key=files.key) as running:
@@ -38,17 +32,6 @@ async def served(serve: Serve, ca: Authority) -> AsyncIterator[Served]:
 
 def trusting(ca: Authority) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(ca.path))
-
-
-async def raw(served: Served, sent: bytes) -> bytes:
-    """What comes back for these bytes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(sent)
-    try:
-        async with asyncio.timeout(5):
-            return await reader.read()
-    finally:
-        writer.close()
 
 
 async def test_the_official_client_chats_over_https(served: Served, ca: Authority) -> None:
@@ -80,7 +63,7 @@ async def test_plain_http_at_the_port_is_told_what_it_speaks(served: Served) -> 
 async def test_garbage_is_hung_up_on_without_a_word_in_the_log(
     served: Served, ca: Authority, caplog: pytest.LogCaptureFixture, garbage: bytes
 ) -> None:
-    await raw(served, garbage)
+    await served.talk(garbage)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
     assert (await served.http.get("/health")).status_code == 200
 
@@ -104,7 +87,7 @@ async def test_one_that_dawdles_in_the_handshake_is_cut(
 ) -> None:
     monkeypatch.setattr(secured_connection, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with asyncio.timeout(1):
-        await raw(served, b"\x16\x03\x01")
+        await served.talk(b"\x16\x03\x01")
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

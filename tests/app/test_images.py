@@ -243,10 +243,7 @@ async def test_leaving_frees_every_picture_at_once(
 ) -> None:
     painter.before_step = lambda number: asyncio.Event().wait() if number == 2 else None
     for _ in range(10):
-        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        body = json.dumps({**BODY, "n": 2, "stream": is_stream}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer = await served.begin(PATH, {**BODY, "n": 2, "stream": is_stream})
         await settles(lambda: painter.num_open == 2)
         writer.close()
         await settles(lambda: painter.num_open == 0 and served.gateway.num_running == 0)

@@ -6,45 +6,17 @@ from typing import Any
 
 from app.metrics import GatewayMetrics
 from routing.network_status import NetworkStatus, NodeStatus
-from routing.reach import Verdict
-from routing.types import NodeId, NodeRecord
+from routing.types import NodeRecord
 from tests.app.fake_network import node
+from tests.support.swarm_status import network_status, node_status
 
 
 def member(number: int, **fields: Any) -> NodeStatus:
-    told: dict[str, Any] = {
-        "node_id": NodeId(number.to_bytes(4, "big") + bytes(28)),
-        "roles": ("node",),
-        "contacts": (),
-        "offers": (),
-        "load": 0,
-        "max_sessions": 1,
-        "rtt_ms": None,
-        "path": "direct",
-        "is_suspected": False,
-        "owner": "",
-        "age_s": 10.0,
-    }
-    return NodeStatus(**told | fields)
+    return node_status(number.to_bytes(4, "big") + bytes(28), **fields)
 
 
 def status(*nodes: NodeStatus, **fields: Any) -> NetworkStatus:
-    told: dict[str, Any] = {
-        "node_id": NodeId(bytes(32)),
-        "bound": None,
-        "observed": (),
-        "reachability": Verdict.UNKNOWN,
-        "contacts": (),
-        "probes": (),
-        "reservations": (),
-        "clock_skew_ms": None,
-        "nodes": nodes,
-        "models": (),
-        "num_links": 3,
-        "num_suspected": 1,
-        "table_size": len(nodes),
-    }
-    return NetworkStatus(**told | fields)
+    return network_status(*nodes, **{"num_links": 3, "num_suspected": 1} | fields)
 
 
 def scrape(seen: NetworkStatus, *records: NodeRecord) -> tuple[GatewayMetrics, str]:

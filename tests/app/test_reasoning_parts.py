@@ -31,6 +31,10 @@ def told(style: ReasoningStyle, text: str, *, is_open: bool = False) -> tuple[st
     return thoughts[0][0], thoughts[0][1]
 
 
+def test_a_mark_that_comes_a_thousand_times_is_passed_over_each_time() -> None:
+    assert told(THINK, "<think>" * 3000 + "why</think>so", is_open=True) == ("why", "so")
+
+
 @pytest.mark.parametrize("style", BLOCKS, ids=[style.opener for style in BLOCKS])
 def test_a_block_is_a_thought_without_the_whitespace_around_it(style: ReasoningStyle) -> None:
     text = f"\n{style.opener}\nlet me see\n\nyes\n{style.closer}\n\nhello "

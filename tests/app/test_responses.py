@@ -232,10 +232,7 @@ async def test_a_silent_stream_gets_comments_and_numbered_events(
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_leaving_frees_the_session(served: Served, scripted: ScriptedEngine, is_stream: bool) -> None:
     scripted.before_token = lambda number: asyncio.Event().wait() if number == 2 else None
-    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    body = json.dumps(ASKED | {"stream": is_stream}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer = await served.begin(PATH, ASKED | {"stream": is_stream})
     await settles(lambda: scripted.num_open == 1)
     writer.close()
     await settles(lambda: scripted.num_open == 0 and served.gateway.num_running == 0)

@@ -164,10 +164,7 @@ async def test_no_model_for_sounds_is_a_404(scripted: ScriptedEngine) -> None:
 @pytest.mark.parametrize("stream_format", ["audio", "sse"])
 async def test_leaving_ends_the_sound(served: Served, composer: FakePictures, stream_format: str) -> None:
     composer.before_step = lambda number: asyncio.Event().wait() if number == 2 else None
-    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    body = json.dumps({**BODY, "stream_format": stream_format}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer = await served.begin(PATH, {**BODY, "stream_format": stream_format})
     await settles(lambda: composer.num_open == 1)
     writer.close()
     await settles(lambda: composer.num_open == 0 and served.gateway.num_running == 0)

@@ -15,6 +15,7 @@ from app.api.answer_form import literal
 from app.api.call_parser import CallArguments, CallParser
 from app.engine.grammar import Grammar, GrammarRules
 from app.engine.tagged_rules import tagged_rules
+from app.engine.tagged_values import types_of
 from app.engine.tokenizer import ChatTokenizer
 from app.engine.tool_style import GLM, MINIMAX, QWEN_XML, ToolStyle, ToolUse
 from slicing.sampler import Sampler, SamplingParams
@@ -113,3 +114,12 @@ def hoisted(schema: dict[str, Any]) -> dict[str, Any]:
             found[f"shared{number}"] = inner.pop("$defs")["shared"]
             inner["properties"]["one"] = {"$ref": f"#/$defs/shared{number}"}
     return told | ({"$defs": found} if found else {})
+
+
+def test_alternatives_that_name_each_other_are_looked_at_once() -> None:
+    again = [{"$ref": "#/properties/x"}] * 20
+    schema = {"properties": {"x": {"anyOf": [*again, {"type": "string"}, {"type": "integer"}]}}}
+    assert types_of(schema["properties"]["x"], schema) == {"string", "integer"}
+    assert QWEN_XML.tags is not None
+    rules = tagged_rules(schema, QWEN_XML.tags, "argument_0", "tools", repr)
+    assert len(rules) < 1000  # 20^8 of them before

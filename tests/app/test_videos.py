@@ -28,6 +28,7 @@ from app.api.video_protocol import FORM_TYPES, VideoJob, VideoList
 from app.engine.request import ModelStatus
 from app.jobs import files, runner
 from app.jobs.job import Job
+from app.jobs.store import JobStore
 from app.state.state import JobBounds, JobRow, StateError
 from routing.errors import NoRouteError
 from tests.support.api_server import Served, events_of, serve_engines, settles
@@ -258,6 +259,38 @@ async def test_more_jobs_than_may_wait_are_a_503(filmer: FakePictures) -> None:
         answer = await served.http.post(PATH, json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
         assert "retry-after" in answer.headers
+
+
+@pytest.fixture
+def slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = JobStore.add
+
+    async def slow(store: JobStore, job: Job) -> None:
+        await asyncio.sleep(0.05)
+        await real(store, job)
+
+    monkeypatch.setattr(JobStore, "add", slow)
+
+
+@pytest.mark.usefixtures("slow_store")
+async def test_no_more_jobs_than_may_wait_are_taken_at_the_same_time(filmer: FakePictures) -> None:
+    hold(filmer, 0)
+    async with serve_engines(filmer, videos_waiting=2) as served:
+        answers = await asyncio.gather(*(served.http.post(PATH, json=BODY) for _ in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503, 503]
+
+
+@pytest.mark.usefixtures("slow_store")
+async def test_a_job_that_comes_while_the_gateway_ends_is_not_left_waiting(filmer: FakePictures) -> None:
+    async with serve_engines(filmer) as served:
+        jobs = served.jobs
+        await jobs.ready()
+        asking = asyncio.create_task(served.http.post(PATH, json=BODY))
+        await settles(lambda: jobs._num_coming == 1)
+        await jobs.close()
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert not jobs._running
 
 
 async def test_a_list_has_pages_in_both_orders(served: Served) -> None:

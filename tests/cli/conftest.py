@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from cli.children import thread_environment
 from cli.main import app
+from tests.support.log_lines import unchanged_logging
 
 
 @dataclass
@@ -51,6 +52,13 @@ class FakeGateway:
 def _chunk(text: str, finish_reason: str | None = None) -> dict[str, Any]:
     delta = {"content": text} if text else {}
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}], "usage": None}
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """Commands that run in this process configure logging for all of it."""
+    with unchanged_logging():
+        yield
 
 
 @pytest.fixture

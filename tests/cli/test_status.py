@@ -20,10 +20,10 @@ from cli.swarm import network_settings
 from routing.errors import ErrorCode, LinkError
 from routing.identity import Identity
 from routing.network_status import ModelStatus, NeighbourStatus, NetworkStatus, NodeStatus
-from routing.reach import Verdict
 from routing.types import NodeAddress, NodeId
 from tests.cli.conftest import Diffuse
 from tests.cli.swarm import DIGEST, HOME, member, offer, swarm
+from tests.support.swarm_status import network_status, node_status
 
 RELAY = NodeId(b"\x99" * 32)
 
@@ -31,38 +31,14 @@ RELAY = NodeId(b"\x99" * 32)
 def node(number: int, **changes: Any) -> NodeStatus:
     node_id = NodeId(bytes([number]) * 32)
     known: dict[str, Any] = {
-        "node_id": node_id,
-        "roles": ("node",),
         "contacts": (NodeAddress(node_id, "192.168.1.7", 9000 + number),),
         "offers": (offer(0, 4),),
         "load": 2,
         "max_sessions": 256,
         "rtt_ms": 12.345,
-        "path": "direct",
-        "is_suspected": False,
-        "owner": "",
         "age_s": 31.4,
     }
-    return NodeStatus(**known | changes)
-
-
-def seen(*nodes: NodeStatus, models: tuple[ModelStatus, ...] = (), **changes: Any) -> NetworkStatus:
-    known: dict[str, Any] = {
-        "node_id": NodeId(bytes(32)),
-        "bound": None,
-        "observed": (),
-        "reachability": Verdict.UNKNOWN,
-        "contacts": (),
-        "probes": (),
-        "reservations": (),
-        "clock_skew_ms": None,
-        "nodes": nodes,
-        "models": models,
-        "num_links": 1,
-        "num_suspected": 0,
-        "table_size": len(nodes),
-    }
-    return NetworkStatus(**known | changes)
+    return node_status(node_id, **known | changes)
 
 
 def shown(status: NetworkStatus, *entrances: Entrance) -> str:
@@ -79,7 +55,7 @@ def model(*holders: int, name: str = "tiny") -> ModelStatus:
 
 def test_lines_are_shown_beside_round_trips() -> None:
     told = (NeighbourStatus(b"\xab\xcd" * 4, 3.0, 94.12), NeighbourStatus(b"\x01" * 8, 9.0, None))
-    status = seen(node(1, neighbours=told, mbps=12.0))
+    status = network_status(node(1, neighbours=told, mbps=12.0))
     assert "abcd 94.1" in shown(status)
     (as_told,) = status.as_json()["nodes"]
     assert as_told["mbps"] == 12.0
@@ -105,14 +81,14 @@ def test_a_gap_shows_however_many_layers_share_a_cell() -> None:
 
 
 def test_a_gap_is_named() -> None:
-    text = shown(seen(node(1), models=(model(1, 1, 0, 0, 1),)))
+    text = shown(network_status(node(1), models=(model(1, 1, 0, 0, 1),)))
     assert "misses 2:4" in text
     assert "11··1" in text
-    assert "whole" in shown(seen(node(1), models=(model(1, 2),)))
+    assert "whole" in shown(network_status(node(1), models=(model(1, 2),)))
 
 
 def test_a_nodes_row_tells_how_it_is_reached() -> None:
-    text = shown(seen(node(1, owner="ab" * 32)))
+    text = shown(network_status(node(1, owner="ab" * 32)))
     for part in (
         "01010101",
         "tiny 0:4",
@@ -124,7 +100,7 @@ def test_a_nodes_row_tells_how_it_is_reached() -> None:
         "abab",
     ):
         assert part in text
-    assert "suspected" in shown(seen(node(1, is_suspected=True)))
+    assert "suspected" in shown(network_status(node(1, is_suspected=True)))
 
 
 def test_ways_in_are_told_by_kind() -> None:
@@ -137,15 +113,15 @@ def test_ways_in_are_told_by_kind() -> None:
 
 def test_a_strangers_words_drive_no_terminal() -> None:
     rude = "\x1b[31m[bold]x\n"
-    text = shown(seen(node(1, offers=(offer(0, 4, rude),)), models=(model(1, name=rude),)))
+    text = shown(network_status(node(1, offers=(offer(0, 4, rude),)), models=(model(1, name=rude),)))
     assert "\x1b" not in text
     assert "[bold]x" in text
 
 
 def test_what_is_wrong_with_the_way_in_is_told_with_the_cure() -> None:
     entrance = Entrance(node(1).contacts[0], LinkError(ErrorCode.TIMEOUT, "no answer"))
-    assert "is its port open from here?" in shown(seen(), entrance)
-    entrances = as_json(seen(), [entrance])["entrances"]
+    assert "is its port open from here?" in shown(network_status(), entrance)
+    entrances = as_json(network_status(), [entrance])["entrances"]
     assert "is its port open from here?" in entrances[0]["error"]
 
 

@@ -144,6 +144,7 @@ def test_a_swarm_answers_and_control_c_leaves_nothing(up: Callable[..., Up]) -> 
     assert "Traceback" not in swarm.stderr
 
 
+@pytest.mark.long
 def test_two_swarms_run_side_by_side_in_both_ways_to_place_the_ends_and_end_badly(
     up: Callable[..., Up],
 ) -> None:

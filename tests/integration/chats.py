@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,7 +16,7 @@ from app.engine.prefix import PrefixCache
 from app.engine.request import Finished, GenerationRequest, TextDelta
 from app.engine.text import ChainTextEngine, ModelFacts
 from app.engine.tokenizer import ChatTokenizer
-from routing.types import SliceOffer, SliceSpec, WireDtype
+from routing.types import Message, SliceOffer, SliceSpec, Step, WireDtype
 from slicing.model_kind import ModelShape, shape_of
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
@@ -61,6 +61,24 @@ class Chat:
                     deltas.append(event)
         assert isinstance(event, Finished)
         return deltas, event
+
+    def lose_at(
+        self, after: int, doomed: Sequence[Node], counts: Callable[[Step], bool] = lambda step: True
+    ) -> None:
+        """Cut off one of the doomed nodes: whoever is sent the step that is number `after` of those that count."""
+        ids = {node.node_id for node in doomed}
+        num_seen = 0
+
+        def lose(link: Any, message: Message) -> bool:
+            nonlocal num_seen
+            if isinstance(message, Step) and link.peer_id in ids and counts(message):
+                num_seen += 1
+                if num_seen == after:
+                    self.lost.add(link.peer_id)
+                    self.here.rig.network.cut_off(link.peer_id)
+            return False
+
+        self.here.rig.network.drop = lose
 
     async def is_freed(self) -> None:
         living = [node for node in self.nodes if node.node_id not in self.lost]

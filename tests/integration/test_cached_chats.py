@@ -21,7 +21,7 @@ from slicing.invariant import InvariantRunner
 from slicing.runner import PlainRunner
 from slicing.sampler import SamplingParams
 from tests.integration.chats import GREEDY, HIDDEN_SIZE, NUM_LAYERS, SEEDED, VOCAB_SIZE, Chat, chat, request
-from tests.node.rig import Node, until
+from tests.node.rig import until
 from tests.support.tiny_models import small_llama
 
 SECRET = b"s" * 32
@@ -163,18 +163,7 @@ async def test_a_node_killed_after_a_cached_start_changes_no_token(
     async with chat(model, tokenizer, local, copies=2, **SHORT, secret=SECRET) as here:
         await here.text(prompt_ids=TURN_ONE)
         used = [node for node in here.nodes if node.stats.rows_run]
-        doomed: Node = used[hop]
-        steps: list[Step] = []
-
-        def kill(link: Any, message: Message) -> bool:
-            if isinstance(message, Step) and link.peer_id == doomed.node_id:
-                steps.append(message)
-                if len(steps) == after:
-                    here.lost.add(doomed.node_id)
-                    here.here.rig.network.cut_off(doomed.node_id)
-            return False
-
-        here.here.rig.network.drop = kill
+        here.lose_at(after, [used[hop]])
         text, finished = await here.text(prompt_ids=asked, sampling=SEEDED, max_tokens=12)
         assert text == expected
         assert finished.cached_tokens >= 80

@@ -195,23 +195,9 @@ async def test_a_node_lost_in_the_middle_of_a_draft_changes_nothing(
         ids.clear()
         oracle(answer, after)
         stage = 2 * (after % 2)  # whose nodes: the first stage's or the last one's
-        seen: list[Step] = []
-
-        def lose(link: Any, message: Message) -> bool:
-            is_there = link.peer_id in {node.node_id for node in here.nodes[stage : stage + 2]}
-            if (
-                isinstance(message, Step)
-                and message.rows > 1
-                and message.position >= len(PROMPT)
-                and is_there
-            ):
-                seen.append(message)
-                if len(seen) == after:
-                    here.lost.add(link.peer_id)
-                    here.here.rig.network.cut_off(link.peer_id)
-            return False
-
-        here.here.rig.network.drop = lose
+        here.lose_at(
+            after, here.nodes[stage : stage + 2], lambda step: step.rows > 1 and step.position >= len(PROMPT)
+        )
         text, finished = await say(here, "lookup", sampling=sampling)
         assert (text, ids) == (expected, answer)
         assert finished.replays >= 1

@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM
 from app.engine.request import EncodedPrompt
 from app.engine.tokenizer import ChatTokenizer
 from routing import switchboard
-from routing.types import Message, Step
 from slicing.invariant import InvariantRunner
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
@@ -97,19 +96,7 @@ async def test_a_node_lost_behind_a_kept_picture_changes_nothing(
         expected, _ = await tokens(cold, encoded, longer)
     async with chat(model, tokenizer, (1, 0), **CACHED) as here:
         await tokens(here, seen(model, 1))
-        num_steps = 0
-
-        def lose(link: Any, message: Message) -> bool:
-            nonlocal num_steps
-            first_stage = {node.node_id for node in here.nodes[:2]}
-            if isinstance(message, Step) and link.peer_id in first_stage:
-                num_steps += 1
-                if num_steps == 3:
-                    here.lost.add(link.peer_id)
-                    here.here.rig.network.cut_off(link.peer_id)
-            return False
-
-        here.here.rig.network.drop = lose
+        here.lose_at(3, here.nodes[:2])
         made, finished = await here.tokens(prompt_ids=longer, encoded=encoded, max_tokens=9)
         assert made == expected
         assert finished.cached_tokens > PICTURE_AT

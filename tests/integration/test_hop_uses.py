@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
 
 from app.engine.tokenizer import ChatTokenizer
-from routing.types import Message, Step
 from tests.integration.chats import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, chat
 from tests.support.tiny_models import small_llama
 
@@ -36,17 +34,7 @@ async def test_a_node_that_was_lost_is_told_with_what_it_did(
     model: LlamaForCausalLM, tokenizer: ChatTokenizer
 ) -> None:
     async with chat(model, tokenizer, (1, 0)) as here:
-        seen: list[Message] = []
-
-        def lose(link: Any, message: Message) -> bool:
-            if isinstance(message, Step) and link.peer_id in {node.node_id for node in here.nodes[:2]}:
-                seen.append(message)
-                if len(seen) == 8:
-                    here.lost.add(link.peer_id)
-                    here.here.rig.network.cut_off(link.peer_id)
-            return False
-
-        here.here.rig.network.drop = lose
+        here.lose_at(8, here.nodes[:2])
         _, finished = await here.text(max_tokens=8)
     assert finished.replays == 1
     assert len(finished.route) == 2

@@ -163,18 +163,7 @@ async def test_a_node_lost_midway_changes_nothing(sensing: Sensing, after: int) 
     messages = sensing.asking(1, 2)
     expected = sensing.generated(messages)
     async with sensing.over_nodes((1, 0), slices=2, copies=2) as (engine, here):
-        seen: list[Message] = []
-
-        def lose(link: Any, message: Message) -> bool:
-            is_end = link.peer_id in {node.node_id for node in here.nodes[:2]}
-            if isinstance(message, Step) and is_end:
-                seen.append(message)
-                if len(seen) == after:
-                    here.lost.add(link.peer_id)
-                    here.here.rig.network.cut_off(link.peer_id)
-            return False
-
-        here.here.rig.network.drop = lose
+        here.lose_at(after, here.nodes[:2])
         assert await answered(engine, await asked(engine, messages)) == expected
         assert here.lost
         await here.is_freed()

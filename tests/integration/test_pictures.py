@@ -176,6 +176,7 @@ async def test_branches_take_a_group_of_nodes_each_and_go_on_when_one_group_is_l
     assert made_bytes(last) == made_bytes(made) == whole_bytes(tiny_pipelines, "wan", pipeline, request)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "bar"), [(1, 0.85), (2, 0.65)])
 async def test_the_other_branch_fills_the_stages_or_a_group_of_its_own(
     opened: Open, replicas: int, bar: float

@@ -17,7 +17,7 @@ from app.engine.request import RequestError
 from app.engine.tokenizer import ChatTokenizer
 from routing import chain
 from routing.errors import ErrorCode, NoRouteError, ProtocolError, WorkError
-from routing.types import Answer, AnswerKind, Message, Step
+from routing.types import Answer, AnswerKind, Message
 from slicing.errors import LogitsError
 from slicing.sampler import SamplingParams
 from tests.integration.chats import GREEDY, HIDDEN_SIZE, NUM_LAYERS, SEEDED, VOCAB_SIZE, chat, request
@@ -52,18 +52,7 @@ async def test_a_node_lost_at_any_step_changes_nothing(
         expected, finished = await unbroken.text(sampling=sampling, max_tokens=12)
         assert finished.replays == 0
     async with chat(model, tokenizer, local) as broken:
-        seen: list[Message] = []
-
-        def lose(link: Any, message: Message) -> bool:
-            is_end = link.peer_id in {node.node_id for node in broken.nodes[2 * (after % 2) :][:2]}
-            if isinstance(message, Step) and is_end:
-                seen.append(message)
-                if len(seen) == after // 2:
-                    broken.lost.add(link.peer_id)
-                    broken.here.rig.network.cut_off(link.peer_id)
-            return False
-
-        broken.here.rig.network.drop = lose
+        broken.lose_at(after // 2, broken.nodes[2 * (after % 2) :][:2])
         text, finished = await broken.text(sampling=sampling, max_tokens=12)
         assert text == expected
         assert finished.replays >= 1

@@ -20,7 +20,6 @@ from app.tracing import Traced
 from node.tracing import NodeTraces
 from routing.session_trace import BEGIN
 from routing.trace_export import open_traces
-from routing.types import Message, Step
 from tests.integration.chats import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Chat, chat
 from tests.support.api_server import Served, serve_engines
 from tests.support.collector import Collector, collecting
@@ -207,17 +206,8 @@ async def test_a_failover_is_told(
     model: LlamaForCausalLM, tokenizer: ChatTokenizer, collector: Collector
 ) -> None:
     async with traced(model, tokenizer, collector.url, copies=2) as swarm:
-        here, seen = swarm.here, list[Message]()
-
-        def lose(link: Any, message: Message) -> bool:
-            if isinstance(message, Step) and link.peer_id in {node.node_id for node in here.nodes[:2]}:
-                seen.append(message)
-                if len(seen) == 8:
-                    here.lost.add(link.peer_id)
-                    here.here.rig.network.cut_off(link.peer_id)
-            return False
-
-        here.here.rig.network.drop = lose
+        here = swarm.here
+        here.lose_at(8, here.nodes[:2])
         await swarm.ask(max_tokens=10)
     (session,) = collector.named("session", "gateway")
     (lost,) = here.lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,6 @@ from slicing.errors import ModelError
 from slicing.model_source import open_checkpoint
 from slicing.runner import PlainRunner
 from tests.node.rig import NETWORK_ID, TIMEOUT_S, Gateway, node_settings, until
-from tests.support.tiny_models import small_llama
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A random llama of four layers, saved as people save models."""
-    path = tmp_path_factory.mktemp("tiny")
-    with small_llama(256) as llama:
-        llama.save_pretrained(path)
-        yield path
 
 
 @pytest.fixture(autouse=True)

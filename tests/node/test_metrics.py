@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -21,18 +20,9 @@ from routing.identity import Identity
 from routing.network import Network, NetworkSettings
 from tests.node.rig import NETWORK_ID, node_settings, until
 from tests.node.test_main import described, gateway, running
-from tests.support.tiny_models import small_llama
 
 FREE = HostPort(host="127.0.0.1", port=0)
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("tiny")
-    with small_llama(256) as llama:
-        llama.save_pretrained(path)
-        yield path
 
 
 @pytest.fixture(autouse=True)

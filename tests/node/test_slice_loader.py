@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from slicing.runner import PlainRunner
 from slicing.stacks import build_weightless
 from tests.node.rig import node_settings, until
 from tests.node.test_slice_table import fake_held
-from tests.support.tiny_models import small_llama
 
 TINY = {
     "hidden_size": 32,
@@ -38,14 +37,6 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("tiny")
-    with small_llama(256) as llama:
-        llama.save_pretrained(path)
-        yield path
 
 
 class Loading:

@@ -28,6 +28,7 @@ def test_a_join_and_a_leave_are_known_to_300_peers_within_ten_seconds() -> None:
     assert world.is_agreed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("keys", "num_peers"),
     [

@@ -590,6 +590,7 @@ def junk_messages() -> list[bytes]:
     return junk
 
 
+@pytest.mark.long
 async def test_400_junk_first_messages_get_no_word_back_and_harm_nobody(rig: Rig) -> None:
     acceptor = await rig.peer(limits=Limits(handshakes_per_s=1e6))
     junk = junk_messages()

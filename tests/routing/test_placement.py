@@ -76,6 +76,7 @@ def test_a_node_on_a_slow_line_gets_fewer_layers() -> None:
     assert place(slow, models) == place(slow, models)
 
 
+@pytest.mark.long
 def test_lines_that_nobody_knows_change_nothing() -> None:
     for seed in range(40):
         draws = random.Random(seed)

@@ -28,11 +28,6 @@ def hears_warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "routing")
 
 
-@pytest.fixture
-def ca(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def trouble(files: TlsFiles) -> str:
     with pytest.raises(SettingsError) as caught:
         member_tls(files)
@@ -148,6 +143,23 @@ def test_a_key_that_everybody_can_read_is_warned_of(ca: Authority, caplog: pytes
     member_tls(files)
     assert "can be read by every user of this machine" in caplog.text
     assert "PRIVATE KEY" not in caplog.text
+
+
+async def test_whatever_goes_wrong_with_new_files_ends_nothing(
+    ca: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may go between two looks at it; a node's other tasks run beside the watch."""
+    files = ca.files("node")
+    tls = member_tls(files)
+    assert tls is not None
+    before = tls.contexts
+    with monkeypatch.context() as changed:
+        changed.setattr("routing.tls_files._warn_open", lambda path: path.with_name("gone").stat())
+        tls.reload()
+    assert tls.contexts is before
+    assert "FileNotFoundError" in caplog.text
+    tls.reload()
+    assert tls.contexts is not before
 
 
 async def test_files_that_will_not_do_leave_those_from_before_in_use(

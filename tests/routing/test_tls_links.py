@@ -29,11 +29,6 @@ def hears_warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "routing")
 
 
-@pytest.fixture
-def ca(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def unchecked(files: TlsFiles) -> Tls:
     """TLS of a member that does not look at its own certificate first."""
     return Tls(files, lambda _: contexts_of(files))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,25 @@ class Served:
         response = await self.ask(stream=True, **changes)
         assert response.status_code == 200, response.text
         return events_of(response.text)
+
+    async def begin(self, path: str, asked: Mapping[str, Any]) -> asyncio.StreamWriter:
+        """Send a request on a connection of its own, which is left by closing it."""
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        body = json.dumps(asked).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        return writer
+
+    async def talk(self, sent: bytes) -> bytes:
+        """Send bytes as they are and read until the gateway hangs up."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(sent)
+        try:
+            async with asyncio.timeout(5):
+                return await reader.read()
+        finally:
+            writer.close()
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0

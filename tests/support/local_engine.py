@@ -100,9 +100,6 @@ class LocalEngine:
             yield scores_of(logits.reshape(1, -1), (token_id,), request.num_logprobs or 0)[0]
 
 
-Pause = Callable[[int], "asyncio.Future[None] | None"]
-
-
 @dataclass
 class ScriptedEngine:
     """Says `script(request)`, token by token.

@@ -35,16 +35,23 @@ class Lines:
 @contextmanager
 def written(log_format: logs.LogFormat = "json", level: int = logging.DEBUG) -> Iterator[Lines]:
     """Log as services do, into memory."""
+    lines = Lines()
+    with unchanged_logging():
+        logging.getLogger().handlers.clear()  # pytest's raises what a record cannot be formatted of
+        logs.configure(level, log_format, lines.stream)
+        logs.catch_the_uncaught()
+        yield lines
+
+
+@contextmanager
+def unchanged_logging() -> Iterator[None]:
+    """Whatever configures logging inside: afterwards it is as before."""
     names = (*logs.OURS, *logs.TALKATIVE, *logs.HOLD_OWN_HANDLERS)
     loggers = [logging.getLogger(), *map(logging.getLogger, names)]
     before = [(it.level, it.handlers[:], it.__class__, it.__dict__.get("propagate", True)) for it in loggers]
     hooks = warnings.showwarning, sys.excepthook, threading.excepthook, sys.unraisablehook
-    lines = Lines()
-    logging.getLogger().handlers.clear()  # pytest's raises what a record cannot be formatted of
-    logs.configure(level, log_format, lines.stream)
-    logs.catch_the_uncaught()
     try:
-        yield lines
+        yield
     finally:
         warnings.showwarning, sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
         for logger, (old_level, handlers, kind, propagates) in zip(loggers, before, strict=True):

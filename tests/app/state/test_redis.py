@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import trustme
+from redis.asyncio import Redis
 
 from app.jobs.job import Job
 from app.state import redis_state as module
@@ -60,6 +62,45 @@ async def test_a_keys_limits_hold_across_gateways(two: tuple[State, State]) -> N
     assert await other.hold("key", 2) is None
     await one.release(lease)
     assert await other.hold("key", 2) is not None
+
+
+async def test_a_minute_is_one_for_gateways_whose_clocks_differ(
+    two: tuple[State, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    true_time = time.time
+    for skew_s in (-300.0, 300.0):
+        monkeypatch.setattr(time, "time", lambda skew_s=skew_s: true_time() + skew_s)
+        assert (await one.take(f"key{skew_s}", 2)).is_granted
+        monkeypatch.setattr(time, "time", true_time)
+        second = await other.take(f"key{skew_s}", 2)
+        assert second.is_granted
+        assert (second.remaining, 50 < second.reset_s <= 60) == (0, True)
+        refused = await other.take(f"key{skew_s}", 2)
+        assert 50 < refused.wait_s <= 60
+
+
+async def test_what_a_gateway_holds_counts_though_the_server_forgot_that_it_lives(
+    two: tuple[State, State], redis: RedisProcess
+) -> None:
+    one, other = two
+    async with Redis.from_url(redis.url) as client:
+        await client.flushall()
+    assert await one.hold("key", 1) is not None
+    assert await other.hold("key", 1) is None
+
+
+async def test_a_shelf_whose_index_was_evicted_takes_values_again(
+    two: tuple[State, State], redis: RedisProcess
+) -> None:
+    shelf = two[0].shelf("records", Bound(3, 60.0))
+    for number in range(3):
+        await shelf.put(f"n{number}", b"x")
+    async with Redis.from_url(redis.url) as client:
+        assert await client.delete("diffuse:records:until") == 1
+    for number in range(3, 6):
+        await shelf.put(f"n{number}", b"x")
+        assert await shelf.get(f"n{number}") is not None
 
 
 async def test_gateways_see_each_other(two: tuple[State, State]) -> None:

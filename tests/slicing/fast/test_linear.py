@@ -116,6 +116,7 @@ def test_columns_beside_the_output_are_left_alone(executor) -> None:
     assert np.all(result[:, 29:] == 7)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for another x86-64 processor")
 def test_another_processor_gets_the_same_bits(tmp_path: Path) -> None:
     other = {
