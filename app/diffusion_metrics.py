@@ -5,15 +5,10 @@ Labels are the model and the number of a stage; a hostile chain cannot make more
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
-
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from app.engine.diffusion.request import DiffusionTimings, Made, PatchVerdict, Started, StepDone
-
-if TYPE_CHECKING:
-    from app.metrics import GatewayMetrics
+from app.request_meter import RequestMeter
 
 STEP_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 SHARE_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
@@ -75,20 +70,8 @@ class DiffusionMetrics:
         self.bytes.labels(model, "received").inc(timings.bytes_received)
 
 
-class DiffusionMeter:
-    """Times one accepted request, which ends as finished, failed or aborted."""
-
-    def __init__(self, metrics: GatewayMetrics, *, model: str, endpoint: str, arrived: float) -> None:
-        self._metrics = metrics
-        self._model = model
-        self.endpoint = endpoint
-        self._arrived = arrived  # on time.perf_counter
-
-    def begin(self) -> None:
-        self._metrics.running.labels(self._model).inc()
-
-    def end(self) -> None:
-        self._metrics.running.labels(self._model).dec()
+class DiffusionMeter(RequestMeter):
+    """Times a request for pictures, videos or sounds."""
 
     def count(self, event: object) -> None:
         """Note what an event says."""
@@ -101,14 +84,6 @@ class DiffusionMeter:
                 self._metrics.answers.labels(self._model, self.endpoint, FINISHED).inc()
                 self._metrics.replays.labels(self._model).inc(event.replays)
                 self._metrics.diffusion.count_passes(self._model, event.timings)
-
-    def count_answered(self) -> None:
-        """Note that the whole request succeeded."""
-        took = time.perf_counter() - self._arrived
-        self._metrics.request_seconds.labels(self._model, self.endpoint).observe(took)
-
-    def count_aborted(self) -> None:
-        self._metrics.aborts.labels(self.endpoint).inc()
 
 
 class SongMeter(DiffusionMeter):

@@ -100,10 +100,17 @@ def _way_in(one: Entrance) -> Text:
 def _models(models: Sequence[ModelStatus]) -> Table:
     grid = show.table("model", "digest", "layers", "route", "nodes per layer")
     for model in models:
-        whole = "whole" if model.is_whole else f"misses {show.ranges(model.missing)}"
+        whole = "whole" if model.is_whole else _missing(model)
         digest = model.digest.hex()[:12]
         grid.add_row(_plain(model.name), digest, str(model.num_layers), whole, bar(model.holders))
     return grid
+
+
+def _missing(model: ModelStatus) -> str:
+    """Layers without a holder; the first one alone is held by every gateway that does not say otherwise."""
+    if model.missing == ((0, 1),) and model.num_layers > 1 and not model.is_diffusion:
+        return "whole, with 0:1 at the gateway"
+    return f"misses {show.ranges(model.missing)}"
 
 
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:

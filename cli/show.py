@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
@@ -64,6 +66,12 @@ def print_json(value: Mapping[str, Any]) -> None:
 def out(text: str) -> None:
     """Print a line on standard output."""
     typer.echo(text)
+
+
+def own_name() -> str:
+    """How to call this program again: `diffuse`, or the path that it was called by where that is not found."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "diffuse" and shutil.which("diffuse") is None else "diffuse"
 
 
 def note(text: str) -> None:

@@ -263,7 +263,6 @@ def _announce(ready: Event, prepared: Event, pictures: str | None) -> None:
         body = f'{{"model": "{models[0]}", {asked}}}'
         show.out(f"try       curl -N {url}/{path} -H 'Content-Type: application/json' -d '{body}'")
     if pictures is not None and len(models) > 1:
-        show.out(
-            f"          diffuse query --url {url} --model {models[1]} --prompt '{PICTURE_PROMPT}' --seed 7"
-        )
+        command = f"{show.own_name()} query --url {url} --model {models[1]}"
+        show.out(f"          {command} --prompt '{PICTURE_PROMPT}' --seed 7")
     show.out("stop      Ctrl+C")

@@ -55,6 +55,7 @@ async def run_node(settings: NodeSettings, *, on_event: OnEvent, times: PlacingT
             )
             loaded, facts = await _prepare(settings, loader)
             memory = Memory(settings, allowed_bytes, sum(slice_.weights_bytes for slice_ in loaded))
+            memory.check()
             parts = Parts(memory, scheduler, loader, loaded, facts, metrics, traces)
             public = await _public_place(settings)
             node = Node(identity, settings, parts, on_event, public=public, times=times or PlacingTimes())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from routing.types import NodeId
@@ -98,13 +98,6 @@ class Suspicion:
         if self._doubted:
             deadlines.append(max(self._next_check, min(self._doubted.values())))
         return min((self._next_turn, *deadlines))
-
-    def set_members(self, sequences: Mapping[NodeId, int]) -> None:
-        """Take the live records' sequences: a higher one refutes; who has no record is forgotten."""
-        for node_id in [node_id for node_id in self._members if node_id not in sequences]:
-            self.forget(node_id)
-        for node_id, sequence in sequences.items():
-            self.note_record(node_id, sequence)
 
     def tick(self) -> list[Action]:
         """Return what to do now."""

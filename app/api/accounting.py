@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from app.api.errors import from_exception
 from app.api.recording import note_event
@@ -15,26 +15,15 @@ from app.engine.merge import merge
 from app.gateway import Gateway
 from app.keys import Caller
 from app.records import RequestRecord
+from app.request_meter import RequestMeter
 from app.request_notes import current_trace, traced_part
 
 Event = TypeVar("Event")
 
 
-class Meter(Protocol):
-    """Counts one request."""
-
-    def begin(self) -> None: ...
-
-    def count_answered(self) -> None: ...
-
-    def count_aborted(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
 async def accounted_events(
     gateway: Gateway,
-    meter: Meter,
+    meter: RequestMeter,
     answers: Iterable[AsyncGenerator[Event, None]],
     *,
     caller: Caller,
@@ -74,7 +63,7 @@ async def accounted_events(
 
 
 @contextmanager
-def _ending(meter: Meter, counts: Mapping[str, int | float], record: RequestRecord) -> Iterator[None]:
+def _ending(meter: RequestMeter, counts: Mapping[str, int | float], record: RequestRecord) -> Iterator[None]:
     """Count, record and log how a request ends."""
     outcome = "failed"
     try:
@@ -94,7 +83,7 @@ def _ending(meter: Meter, counts: Mapping[str, int | float], record: RequestReco
 
 
 @contextmanager
-def _running(meter: Meter) -> Iterator[None]:
+def _running(meter: RequestMeter) -> Iterator[None]:
     """Count a request among those that are answered now."""
     meter.begin()
     try:

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from app.api.tool_fields import FormFields, Tool
-from app.engine.grammar import Grammar, GrammarPart, GrammarRules
+from app.engine.grammar import MAX_CHARS, Grammar, GrammarPart, GrammarRules
 from app.engine.reasoning import CHANNEL, END, MESSAGE, START, Thoughts
-from app.engine.request import TextEngine
+from app.engine.request import RequestError, TextEngine
 from app.engine.schema_rules import ANY_OBJECT, NO_ARGUMENTS, schema_rule
 from app.engine.tagged_rules import tagged_rules
 from app.engine.tokenizer import ChatTokenizer
@@ -76,10 +76,15 @@ def _rules(asked: FormFields, use: ToolUse | None, literal_of: Callable[[str], s
     if use is None or (text is None and not asked.must_call):
         return None if text is None else GrammarRules(FORMAT_FIELD, text.lark, (text,))
     places = {tool.function.name: number for number, tool in enumerate(asked.tools or ())}
-    tools = [
-        (tool.function.name, _arguments(tool, places, use.style.tags, number, literal_of))
-        for number, tool in enumerate(asked.offered)
-    ]
+    tools: list[tuple[str, GrammarPart]] = []
+    num_chars = 0
+    for number, tool in enumerate(asked.offered):
+        part = _arguments(tool, places, use.style.tags, number, literal_of)
+        num_chars += len(part.lark)
+        if num_chars > MAX_CHARS:  # the rest would be made for nothing
+            told = f"schemas have at most {MAX_CHARS} characters together"
+            raise RequestError(part.param, "grammar_too_complex", told)
+        tools.append((tool.function.name, part))
     most = min(use.most or use.style.most, use.style.most)
     lines = use.style.rules(
         [(name, part.lark.removeprefix("start: ")) for name, part in tools], most, literal_of

@@ -32,7 +32,7 @@ from app.engine.request import (
 )
 from app.gateway import Gateway
 from app.keys import Caller
-from app.metrics import RequestMeter
+from app.text_meter import TextMeter
 
 TICKS = 4  # looks at the clock per keep-alive interval: a sign of life is at most a quarter late
 
@@ -47,7 +47,7 @@ class Answering:
     engine: TextEngine
     requests: Sequence[GenerationRequest] = field(repr=False)
     reply: ChatReply
-    meter: RequestMeter
+    meter: TextMeter
     request_id: str
     caller: Caller
 

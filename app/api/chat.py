@@ -24,7 +24,7 @@ from app.api.scope import caller_of, request_id_of
 from app.api.sse import EventStream, until_disconnect
 from app.gateway import Gateway
 from app.keys import Caller
-from app.metrics import RequestMeter
+from app.text_meter import TextMeter
 
 PATH = "/v1/chat/completions"
 
@@ -79,7 +79,7 @@ class ChatCompletions:
             draft=draft,
             tenant=caller.tenant,
         )
-        meter = RequestMeter(
+        meter = TextMeter(
             self._gateway.metrics,
             model=engine.model_name,
             endpoint=endpoint,

@@ -34,7 +34,7 @@ from app.engine.request import (
 )
 from app.gateway import Gateway
 from app.keys import Caller
-from app.metrics import RequestMeter
+from app.text_meter import TextMeter
 from slicing.token_scores import TokenScore
 
 Indexed = tuple[int, GenerationEvent]
@@ -58,7 +58,7 @@ class Completing:
     asked: CompletionRequest = field(repr=False)
     answers: Sequence[PlannedAnswer] = field(repr=False)
     reply: CompletionReply
-    meter: RequestMeter
+    meter: TextMeter
     request_id: str
     caller: Caller
 

@@ -28,7 +28,7 @@ from app.api.sse import EventStream, until_disconnect
 from app.engine.request import GenerationRequest, TextEngine
 from app.gateway import Gateway
 from app.keys import Caller
-from app.metrics import RequestMeter
+from app.text_meter import TextMeter
 
 PATH = "/v1/completions"
 
@@ -73,7 +73,7 @@ class Completions:
         async with asyncio.timeout(self._gateway.settings.request_timeout_s or None):
             prompts = await asyncio.to_thread(_read_all, asked, engine, is_alone)
         answers = list(self._planned(asked, engine, prompts, completion_id, caller.tenant))
-        meter = RequestMeter(
+        meter = TextMeter(
             self._gateway.metrics,
             model=engine.model_name,
             endpoint=PATH,

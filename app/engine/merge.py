@@ -77,7 +77,7 @@ async def _close(generators: Sequence[AsyncGenerator[Event, None]]) -> None:
     for generator in generators:
         try:
             await generator.aclose()
-        except BaseException as error:  # noqa: BLE001 - it is raised below
+        except BaseException as error:
             failures.append(error)
     if failures:
         raise failures[0]

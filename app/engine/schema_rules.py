@@ -32,7 +32,7 @@ REMARKS |= {"readOnly", "writeOnly", "$defs", "definitions", "$schema", "$id"}
 
 def schema_rule(schema: Mapping[str, Any], param: str) -> str:
     """Return the right side of a rule for texts that validate. Raises `RequestError` naming `param`."""
-    _check_size(schema, param)
+    check_size(schema, param)
     nodes = list(_nodes(schema))
     for node in nodes:
         _check_branches(node.get("oneOf"), schema, param)
@@ -79,7 +79,8 @@ def _can_close(schema: Mapping[str, Any]) -> bool:
     return isinstance(required, list) and all(isinstance(name, str) and name in stated for name in required)
 
 
-def _check_size(schema: Mapping[str, Any], param: str) -> None:
+def check_size(schema: Mapping[str, Any], param: str) -> None:
+    """Refuse a schema that takes long to look at. Raises `RequestError` naming `param`."""
     level, count = [schema], 0
     for _ in range(MAX_DEPTH):
         level = [inner for value in level for inner in _children(value)]

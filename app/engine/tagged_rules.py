@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from app.engine.request import RequestError
-from app.engine.schema_rules import schema_rule
+from app.engine.schema_rules import MAX_SCHEMA_CHARS, check_size, schema_rule
 from app.engine.tagged_values import ALL_TYPES, resolved, types_of
 from app.engine.tool_style import Tags
 
@@ -45,14 +45,25 @@ def tagged_rules(
     if any(key in schema for key in MERGES):
         text = "of this model's calls only arguments that are listed in 'properties' can be held to a schema"
         raise RequestError(param, "unsupported_parameter", text)
-    stated: Mapping[str, Any] = schema.get("properties") or {}
-    required = schema.get("required") or []
-    items, rules = [], []
+    check_size(schema, param)
+    stated, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(stated, Mapping) or not isinstance(required, list):
+        text = "the schema cannot be followed: 'properties' is an object, and 'required' a list of names"
+        raise RequestError(param, "invalid_value", text)
+    names = frozenset(name for name in required if isinstance(name, str))
+    items: list[str] = []
+    rules: list[str] = []
+    num_chars = 0
     for number, (key, value) in enumerate(stated.items()):
         rule = f"{name}_{number}"
         head = literal(f"{tags.key[0]}{key}{tags.key[1]}")
-        items.append(f"({head} {rule})" + ("" if key in required else "?"))
-        rules += _value(value if isinstance(value, Mapping) else {}, schema, tags, rule, param, literal)
+        items.append(f"({head} {rule})" + ("" if key in names else "?"))
+        told = _value(value if isinstance(value, Mapping) else {}, schema, tags, rule, param, literal)
+        num_chars += sum(map(len, told))
+        if num_chars > MAX_SCHEMA_CHARS:  # each argument has all definitions with it
+            text = f"a schema makes at most {MAX_SCHEMA_CHARS} characters of rules"
+            raise RequestError(param, "grammar_too_complex", text)
+        rules += told
     return "\n".join([" ".join(items) or '""', *rules])
 
 
@@ -137,7 +148,9 @@ def _as_text(schema: Mapping[str, Any], root: Mapping[str, Any], others: frozens
     if (values := _values(schema)) is not None:
         return f"/{'|'.join(_escaped(value) for value in values)}/"
     if "string" in types:
-        return " & ".join([_pattern(schema), *(f"~{READS_AS[kind]}" for kind in sorted(others))])
+        return " & ".join(
+            [_pattern(schema), *(f"~{READS_AS[kind]}" for kind in sorted(others & READS_AS.keys()))]
+        )
     if BOUNDS & schema.keys():
         return ""
     return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +28,13 @@ class JobFolder:
     def __init__(self, path: Path, *, is_temporary: bool = False) -> None:
         self.path = path
         self._is_temporary = is_temporary
+        self._taking = threading.Lock()
         self._lock: int | None = None  # descriptor of the file that says whose folder this is
 
     async def prepare(self) -> None:
         """Make the folder and be its only gateway. Raises StorageError."""
         try:
-            await asyncio.to_thread(self._take)
+            await asyncio.to_thread(self._take_once)
         except OSError as error:
             raise _storage_error(error) from error
 
@@ -78,6 +80,11 @@ class JobFolder:
         for path in self.path.glob("video_*"):
             if path.name not in known:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _take_once(self) -> None:
+        """A second lock of ours would be refused as another gateway's is."""
+        with self._taking:
+            self._take()
 
     def _take(self) -> None:
         self.path.mkdir(mode=OWNER_ONLY, parents=True, exist_ok=True)

@@ -102,13 +102,7 @@ class JobRunner:
             raise unavailable(
                 "overloaded", f"{most} videos wait already, the most this gateway lets wait", FULL_RETRY_S
             )
-        self._num_coming += 1
-        try:
-            await self.store.add(job)
-        except StorageError as error:
-            raise unavailable(error.code, str(error), FULL_RETRY_S) from None
-        finally:
-            self._num_coming -= 1
+        await self._add(job)
         if self._is_closing:  # meanwhile: nobody would end it
             await self.store.fail(job, INTERRUPTED, SHUTTING_DOWN)
             raise unavailable("shutting_down", SHUTTING_DOWN, FULL_RETRY_S)
@@ -117,6 +111,15 @@ class JobRunner:
         self._running[job.id] = _Running(job, task, progress, asyncio.Event())
         if self.store.is_shared and (self._telling is None or self._telling.done()):
             self._telling = asyncio.create_task(self._tell_others(), context=Context())
+
+    async def _add(self, job: Job) -> None:
+        self._num_coming += 1
+        try:
+            await self.store.add(job)
+        except StorageError as error:
+            raise unavailable(error.code, str(error), FULL_RETRY_S) from None
+        finally:
+            self._num_coming -= 1
 
     async def progress(self, job: Job) -> Progress | None:
         """How far a job is, also one of another gateway; None for one that is over."""

@@ -168,8 +168,10 @@ class JobStore:
             raise
 
     async def _pay(self, job_id: str) -> None:
-        await self._jobs.change(self._owed[job_id], self._bounds)
-        del self._owed[job_id]
+        """Tell the state of an end, unless another that looks has done it, or the job was removed meanwhile."""
+        if (job := self._owed.get(job_id)) is not None:
+            await self._jobs.change(job, self._bounds)
+            self._owed.pop(job_id, None)
 
     async def _reserve(self, job: Job, size_bytes: int) -> bool:
         return await self._jobs.reserve(job.id, job.owner, size_bytes, self._bounds)

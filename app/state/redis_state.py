@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import RedisStorage
@@ -66,7 +67,9 @@ class RedisState:
             key_prefix=f"{PREFIX}taken",
             connection_pool=server.pool,  # type: ignore[arg-type]
         )
-        self._minutes = storage.bridge  # the library's scripts, which are told a time: the server's, not ours
+        self._minutes: Any = (
+            storage.bridge
+        )  # the library's scripts, which are told a time: the server's, not ours
         self._hold = server.script(_HOLD)
         self._owed: set[str] = set()  # leases that are to be released once the server answers
 

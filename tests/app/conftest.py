@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +15,9 @@ from app.engine.tokenizer import ChatTokenizer
 from tests.support.api_server import Served, serve_engines
 from tests.support.local_engine import ScriptedEngine, saying
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 ANSWER = "hello world, the quick brown fox"
 
@@ -52,3 +55,10 @@ def serve(scripted: ScriptedEngine) -> Serve:
 async def served(serve: Serve) -> AsyncIterator[Served]:
     async with serve() as running:
         yield running
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[AsyncOpenAI]:
+    """The official client of what the test's own `served` serves."""
+    async with served.openai() as made:
+        yield made

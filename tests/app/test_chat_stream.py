@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import openai
 import pytest
 
 from app.api.sse import KEEPALIVE
@@ -171,7 +170,7 @@ async def test_a_long_prefill_gives_three_signs_of_life_and_tells_how_far_it_is(
         assert all(event["choices"][0]["delta"] == {} for event in silent if isinstance(event, dict))
         comments = [event for event in silent if isinstance(event, str)]
         assert (len(comments) >= 8) is bool(keepalive_s)
-        client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        client = served.openai()
         async with (
             client,
             client.chat.completions.stream(

@@ -338,7 +338,7 @@ async def test_a_client_that_leaves_ends_all_its_answers(served: Served, scripte
 
 
 async def test_the_official_client(served: Served) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+    async with served.openai() as client:
         answer = await client.completions.create(
             model="scripted", prompt=[PROMPT, "fox"], echo=True, logprobs=2, max_tokens=3
         )

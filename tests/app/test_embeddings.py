@@ -62,7 +62,7 @@ async def test_base64_holds_the_same_little_endian_floats(served: Served) -> Non
 async def test_the_official_client_reads_every_encoding(
     served: Served, librarian: FakeEmbeddings, encoding: Any
 ) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+    async with served.openai() as client:
         made = await client.embeddings.create(model="librarian", input="hello", encoding_format=encoding)
     expected = vector_of(librarian.encode("hello"))
     if encoding == "base64":

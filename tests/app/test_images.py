@@ -35,12 +35,6 @@ async def served(painter: FakePictures, scripted: ScriptedEngine) -> AsyncIterat
         yield running
 
 
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def picture_of(b64: str | None) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64 or "")))
 

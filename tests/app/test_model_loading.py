@@ -165,7 +165,7 @@ async def test_a_gateway_that_leaves_loads_nothing_more(slow: SlowLibrary) -> No
 async def test_a_model_flips_between_listed_and_not_as_its_route_does(slow: SlowLibrary) -> None:
     async with (
         served_by(slow) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        served.openai() as client,
     ):
         for _ in range(2):
             assert [model.id async for model in client.models.list()] == ["scripted"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import openai
 import pytest
@@ -12,16 +11,10 @@ from app.engine.request import ModelStatus
 from routing.errors import NoRouteError
 from tests.app.conftest import ANSWER, Serve
 from tests.app.test_failures import fail_at
-from tests.support.api_server import Served, settles
+from tests.support.api_server import settles
 from tests.support.local_engine import ScriptedEngine
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 async def test_a_whole_answer(client: openai.AsyncOpenAI) -> None:

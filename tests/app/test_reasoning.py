@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from transformers import AddedToken, AutoTokenizer
@@ -347,7 +346,7 @@ def test_a_grammar_of_harmony_holds_the_final_channel(harmony: ChatTokenizer) ->
 async def test_the_official_client_streams_reasoning_items(serve: Serve, qwen: ChatTokenizer) -> None:
     text = "<think>\nhello world\n</think>\n\nthe fox"
     async with serve(scripted(qwen, text)) as served:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        async with served.openai() as client:
             whole = await client.responses.create(model="scripted", input="hi")
             kinds = [item.type for item in whole.output]
             assert kinds == ["reasoning", "message"]

@@ -28,12 +28,6 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0K"}
 
 
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 async def ask(served: Served, **changes: Any) -> Any:
     return await served.http.post(PATH, json=ASKED | changes)
 
@@ -308,7 +302,7 @@ async def test_whole_answers_have_the_same_calls(calling: Served) -> None:
 
 async def test_the_tool_loop_of_the_official_client(calling: Served) -> None:
     turns: list[Any] = [{"role": "user", "content": "hello"}]
-    async with openai.AsyncOpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client:
+    async with calling.openai() as client:
         first = await client.responses.create(model="scripted", input=turns, tools=TOOLS)
         turns += first.output
         for item in first.output:
@@ -320,7 +314,7 @@ async def test_the_tool_loop_of_the_official_client(calling: Served) -> None:
 
 async def test_the_stream_helper_parses_arguments(calling: Served) -> None:
     async with (
-        openai.AsyncOpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0) as client,
+        calling.openai() as client,
         client.responses.stream(model="scripted", input="hello", tools=TOOLS) as events,
     ):
         final = await events.get_final_response()
@@ -334,7 +328,7 @@ async def test_an_answer_held_to_a_schema_is_parsed(serve: Serve, tokenizer: Cha
     engine = ScriptedEngine(tokenizer, saying(tokenizer, '{"place": "fox"}'), max_positions=2000)
     async with (
         serve(engine) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        served.openai() as client,
     ):
         answer = await client.responses.parse(model="scripted", input="hello", text_format=Look)
     assert answer.output_parsed == Look(place="fox")

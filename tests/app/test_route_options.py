@@ -46,7 +46,7 @@ async def test_wishes_reach_the_engine(served: Served, scripted: ScriptedEngine)
 
 
 async def test_the_official_client_sends_them_as_an_extra(served: Served, scripted: ScriptedEngine) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+    async with served.openai() as client:
         answer = await client.chat.completions.create(
             model="scripted",
             messages=[{"role": "user", "content": "hello"}],

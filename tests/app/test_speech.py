@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import av
-import openai
 import pytest
 
 from app.engine.request import RequestError
@@ -60,7 +59,7 @@ async def test_pcm_is_bare_samples_of_one_channel_at_24_khz(served: Served) -> N
 
 
 async def test_the_official_client_streams_a_sound_to_the_end(served: Served) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+    async with served.openai() as client:
         speaking = client.audio.speech.with_streaming_response.create(
             model="composer", input="rain", voice="alloy", response_format="wav", extra_body={"seconds": 2}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from app.api.answer_form import literal
 from app.api.call_parser import CallArguments, CallParser
 from app.engine.grammar import Grammar, GrammarRules
+from app.engine.request import RequestError
 from app.engine.tagged_rules import tagged_rules
 from app.engine.tagged_values import types_of
 from app.engine.tokenizer import ChatTokenizer
@@ -123,3 +125,28 @@ def test_alternatives_that_name_each_other_are_looked_at_once() -> None:
     assert QWEN_XML.tags is not None
     rules = tagged_rules(schema, QWEN_XML.tags, "argument_0", "tools", repr)
     assert len(rules) < 1000  # 20^8 of them before
+
+
+def test_definitions_that_many_arguments_name_are_no_work_of_minutes() -> None:
+    inner = {f"p{number}": {"type": "string"} for number in range(10)}
+    definitions = {f"d{number}": {"type": "object", "properties": inner} for number in range(300)}
+    stated = {f"x{number}": {"$ref": "#/$defs/d1"} for number in range(1000)}
+    assert QWEN_XML.tags is not None
+    began = time.thread_time()
+    with pytest.raises(RequestError, match="characters of rules") as refused:
+        tagged_rules({"$defs": definitions, "properties": stated}, QWEN_XML.tags, "a", "tools.0", repr)
+    assert refused.value.code == "grammar_too_complex"
+    assert time.thread_time() - began < 3.0  # it took half a minute
+
+
+@pytest.mark.parametrize("wrong", [{"properties": 5}, {"properties": {}, "required": "x"}])
+def test_what_is_no_schema_of_arguments_is_its_callers_mistake(wrong: Mapping[str, Any]) -> None:
+    assert QWEN_XML.tags is not None
+    with pytest.raises(RequestError, match="cannot be followed"):
+        tagged_rules(wrong, QWEN_XML.tags, "a", "tools.0", repr)
+
+
+def test_types_that_nobody_knows_are_no_error_of_ours() -> None:
+    schema = {"properties": {"x": {"anyOf": [{"type": "string"}, {"type": "bogus"}]}}, "required": [{}, "x"]}
+    assert QWEN_XML.tags is not None
+    assert tagged_rules(schema, QWEN_XML.tags, "a", "tools.0", repr)

@@ -130,7 +130,7 @@ async def held(serve: Serve, random_engine: LocalEngine) -> AsyncIterator[Served
 
 @pytest.fixture
 async def client(held: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{held.url}/v1", api_key="none", max_retries=0) as made:
+    async with held.openai() as made:
         yield made
 
 

@@ -47,12 +47,6 @@ async def served(scribe: FakeScribe, scripted: ScriptedEngine) -> AsyncIterator[
         yield running
 
 
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 async def post(
     served: Served, content: bytes | None = None, path: str = PATH, **fields: Any
 ) -> httpx.Response:

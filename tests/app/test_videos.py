@@ -57,12 +57,6 @@ async def served(filmer: FakePictures, tmp_path: Path) -> AsyncIterator[Served]:
         yield running
 
 
-@pytest.fixture
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 async def post(served: Served, **changes: Any) -> dict[str, Any]:
     body = {name: value for name, value in {**BODY, **changes}.items() if value is not None}
     answer = await served.http.post(PATH, json=body)

@@ -103,6 +103,13 @@ def test_a_nodes_row_tells_how_it_is_reached() -> None:
     assert "suspected" in shown(network_status(node(1, is_suspected=True)))
 
 
+def test_the_first_layer_alone_is_no_gap() -> None:
+    """Every gateway holds it, unless told otherwise."""
+    assert "whole, with 0:1 at the gateway" in shown(network_status(node(1), models=(model(0, 1, 1),)))
+    assert "misses 0:2" in shown(network_status(node(1), models=(model(0, 0, 1),)))
+    assert "misses 0:1" in shown(network_status(node(1), models=(model(0),)))
+
+
 def test_ways_in_are_told_by_kind() -> None:
     own = NodeId(b"\x01" * 32)
     relayed = NodeAddress(own, "192.0.2.1", 7000, RELAY)

@@ -38,7 +38,7 @@ async def asked(
     async with chat(model, tokenizer, local, copies=1, chunk=16) as here:
         async with (
             serve_engines(here.engine) as served,
-            openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+            served.openai() as client,
         ):
             yield client, served, here
         await here.is_freed()

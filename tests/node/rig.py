@@ -23,6 +23,7 @@ from node.settings import NodeSettings
 from node.slice_table import SliceTable
 from node.stats import NodeStats
 from routing import wire
+from routing.endpoint import Endpoint
 from routing.errors import RemoteError
 from routing.identity import Identity
 from routing.types import (
@@ -346,6 +347,17 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     finally:
         leave.set()
         await holder
+
+
+@asynccontextmanager
+async def loopback_rig() -> AsyncIterator[Rig]:
+    """A rig with real endpoints on loopback."""
+    async with task_group() as tasks:
+        rig = Rig(tasks, Endpoint, FakeNetwork())
+        try:
+            yield rig
+        finally:
+            await rig.close()
 
 
 @asynccontextmanager

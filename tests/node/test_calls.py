@@ -12,7 +12,6 @@ import pytest_asyncio
 import torch
 
 from routing import wire
-from routing.endpoint import Endpoint
 from routing.errors import ErrorCode
 from routing.parts import parts_of
 from routing.types import Answer, AnswerKind, HopTrace, Opened, Step, StepFlag
@@ -21,9 +20,8 @@ from slicing.diffusion.patches import Cut, Mode
 from slicing.diffusion.wire import CallHeader, CallReceiver, CallSender
 from slicing.runner import Cancelled
 from tests.node.block_rig import GRID, STACK, ToyBlocks, add_block_node, run_whole, toy_pass
-from tests.node.rig import Node, Rig, task_group, until
+from tests.node.rig import Node, Rig, loopback_rig, until
 from tests.node.test_steps import some_rows
-from tests.support.fake_link import FakeNetwork
 
 CUT = Cut(GRID, 0, 2)
 
@@ -474,13 +472,8 @@ async def test_it_confirms_that_it_is_open(rig: Rig) -> None:
 
 @pytest_asyncio.fixture
 async def real_rig() -> AsyncIterator[Rig]:
-    """Nodes and a gateway with real endpoints on loopback."""
-    async with task_group() as tasks:
-        made = Rig(tasks, Endpoint, FakeNetwork())
-        try:
-            yield made
-        finally:
-            await made.close()
+    async with loopback_rig() as made:
+        yield made
 
 
 class Plus(ToyBlocks):

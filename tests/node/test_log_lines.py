@@ -19,10 +19,8 @@ from node.scheduler import Scheduler
 from node.session import Session
 from node.step_flow import StepFlow
 from routing import sealing
-from routing.endpoint import Endpoint
-from tests.node.rig import Node, Rig, Script, fake_rig, task_group, until
+from tests.node.rig import Node, Rig, Script, fake_rig, loopback_rig, until
 from tests.node.test_steps import some_rows
-from tests.support.fake_link import FakeNetwork
 from tests.support.log_lines import Lines, written
 
 SECRET = "hush 0.25"
@@ -38,17 +36,6 @@ def lines() -> Iterator[Lines]:
 async def rig() -> AsyncIterator[Rig]:
     async with fake_rig() as rig:
         yield rig
-
-
-@contextlib.asynccontextmanager
-async def linked_rig() -> AsyncIterator[Rig]:
-    """A rig over real links, which write down what a receiver raises."""
-    async with task_group() as tasks:
-        rig = Rig(tasks, Endpoint, FakeNetwork())
-        try:
-            yield rig
-        finally:
-            await rig.close()
 
 
 async def opened(rig: Rig) -> tuple[Node, Script]:
@@ -125,7 +112,7 @@ def fails(*_: Any, **__: Any) -> Any:
 async def test_what_breaks_is_told_by_place(
     where: Any, name: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with linked_rig() as rig:
+    async with loopback_rig() as rig:
         node = await rig.add_fake_node()
         script = rig.script((node, 0, 6))
         monkeypatch.setattr(where, name, fails)

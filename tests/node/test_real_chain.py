@@ -11,15 +11,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from routing import wire
-from routing.endpoint import Endpoint
 from routing.errors import ErrorCode
 from routing.identity import Identity
 from routing.types import AnswerKind, NodeAddress, StepFlag, Want
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import Sampler, SamplingParams
-from tests.node.rig import Rig, add_real_node, rows_of, task_group, until
+from tests.node.rig import Rig, add_real_node, loopback_rig, rows_of, until
 from tests.node.test_thin_mode import drawn
-from tests.support.fake_link import FakeNetwork
 from tests.support.tiny_models import small_llama
 
 NUM_LAYERS = 4
@@ -37,13 +35,8 @@ def model() -> Iterator[LlamaForCausalLM]:
 
 @pytest_asyncio.fixture
 async def rig() -> AsyncIterator[Rig]:
-    """Nodes and a gateway with real endpoints on loopback."""
-    async with task_group() as tasks:
-        made = Rig(tasks, Endpoint, FakeNetwork())
-        try:
-            yield made
-        finally:
-            await made.close()
+    async with loopback_rig() as made:
+        yield made
 
 
 class Whole:

@@ -15,7 +15,6 @@ import torch
 from node.drawing import CANDIDATE
 from node.loading import ReadSlice, loaded_slice
 from routing import wire
-from routing.endpoint import Endpoint
 from routing.types import (
     Answer,
     AnswerKind,
@@ -31,8 +30,7 @@ from slicing.branches import BranchedCache
 from slicing.runner import Parts, PlainRunner
 from slicing.sampler import SamplingParams
 from slicing.streams import StreamSampler
-from tests.node.rig import DIGEST, Node, Rig, Script, add_real_node, task_group
-from tests.support.fake_link import FakeNetwork
+from tests.node.rig import DIGEST, Node, Rig, Script, add_real_node, loopback_rig
 from tests.support.tiny_kinds import CODEBOOK, NUM_LAYERS, WIDTH, tiny_model
 from tests.support.tiny_multimodal import stock_model, write_multimodal
 
@@ -43,13 +41,8 @@ CUT = 2
 
 @pytest_asyncio.fixture
 async def rig() -> AsyncIterator[Rig]:
-    """Nodes and a gateway with real endpoints on loopback."""
-    async with task_group() as tasks:
-        made = Rig(tasks, Endpoint, FakeNetwork())
-        try:
-            yield made
-        finally:
-            await made.close()
+    async with loopback_rig() as made:
+        yield made
 
 
 async def halves(rig: Rig, model: Any) -> tuple[tuple[Node, int, int], tuple[Node, int, int]]:

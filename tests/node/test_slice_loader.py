@@ -171,3 +171,12 @@ def test_sessions_get_what_weights_leave_where_placement_decides() -> None:
     assert Memory(node_settings(kv_budget_bytes=5), 1000, 0).budget_bytes(slices, is_placed=True) == 5
     share = Memory(node_settings(), 1000, 0).budget_bytes(slices, is_placed=False)
     assert share == pytest.approx(default_budget_bytes(), rel=0.2)
+
+
+def test_a_named_size_of_memory_holds_for_named_layers_too() -> None:
+    slices = SliceTable((fake_held(0, 2),))
+    memory = Memory(node_settings(memory_bytes=1000), 1000, fixed_bytes=100)
+    memory.check()
+    assert memory.budget_bytes(slices, is_placed=False) == 900
+    with pytest.raises(SettingsError, match="--memory allows"):
+        Memory(node_settings(memory_bytes=90), 90, fixed_bytes=100).check()

@@ -360,7 +360,7 @@ async def test_a_peer_cannot_have_us_ping_without_end(town: Town) -> None:
 
 async def test_a_report_that_nobody_asked_for_is_not_believed(town: Town) -> None:
     member = await town.member()
-    town.suspicion.set_members({member.node_id: 1})
+    town.suspicion.note_record(member.node_id, 1)
     town.suspicion.note_failed(member.node_id)
     liar, _ = await town.peer()
     link = await town.endpoint.dial(liar)

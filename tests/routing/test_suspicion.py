@@ -25,7 +25,8 @@ class Rig:
     def __init__(self, *members: NodeId, linked: tuple[NodeId, ...] = ()) -> None:
         self.clock = Clock()
         self.it = Suspicion(OWN, rng=random.Random(1), now=self.clock)
-        self.it.set_members(dict.fromkeys((*members, *linked), 1))
+        for node_id in (*members, *linked):
+            self.it.note_record(node_id, 1)
         for node_id in linked:
             self.it.note_link(node_id)
 

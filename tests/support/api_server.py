@@ -26,6 +26,7 @@ from routing.tls import Tls, https_tls
 from routing.tls_files import TlsFiles
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI
     from opentelemetry.trace import Tracer
 
 QUESTION: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
@@ -54,6 +55,12 @@ class Served:
         response = await self.ask(stream=True, **changes)
         assert response.status_code == 200, response.text
         return events_of(response.text)
+
+    def openai(self) -> AsyncOpenAI:
+        """The official client, which is closed by whoever asks for it."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     async def begin(self, path: str, asked: Mapping[str, Any]) -> asyncio.StreamWriter:
         """Send a request on a connection of its own, which is left by closing it."""
