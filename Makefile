@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "installing into $(VENV): 2.3 GB, which takes some minutes the first time"
 	@$(PYTHON) -c "$$MAKE_VENV" $(VENV)
 	@echo "  torch (1 of 3)"
-	@$(PIP) install -c constraints.txt torch
+	@$(filter-out -q,$(PIP)) install --progress-bar on -c constraints.txt torch
 	@echo "  diffuse and what it and its tests need (2 of 3)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@echo "  small models (3 of 3)"

@@ -147,8 +147,7 @@ def serve(
     }
     shared_secret = read_prefix_secret(prefix_secret)
     listener = _listener(gateway, listen_fd)
-    port = gateway.port if listen_fd is None else int(listener.getsockname()[1])
-    gateway = gateway.model_copy(update=_places(gateway, ctx.params, port))
+    gateway = gateway.model_copy(update=_places(gateway, ctx.params))
     with heavy_imports():  # once everything that can be wrong with a flag has been looked at
         from app.engine.library import LibrarySettings, NamedModel
         from app.engine.model import EndsSettings
@@ -245,21 +244,21 @@ def _listener(gateway: GatewaySettings, listen_fd: int | None) -> socket.socket:
         raise cannot_listen(host, gateway.port, error, "--listen") from error
 
 
-def _places(gateway: GatewaySettings, params: Mapping[str, Any], port: int) -> dict[str, Any]:
+def _places(gateway: GatewaySettings, params: Mapping[str, Any]) -> dict[str, Any]:
     """Where things are kept that no setting places: gateways of one user differ by their ports.
 
     One on any free port has nothing to come back to.
     """
     from pydantic import SecretStr
 
-    if not port:
+    if not gateway.port:
         return {}
     folder = params["state_dir"] or default_state_dir()
     places: dict[str, Any] = {}
     if gateway.videos_dir is None:
-        places["videos_dir"] = folder / "videos" / str(port)
+        places["videos_dir"] = folder / "videos" / str(gateway.port)
     if params["state"] is None and _can_write(folder):
-        places["state"] = SecretStr(f"sqlite://{folder.absolute() / f'gateway-{port}.sqlite'}")
+        places["state"] = SecretStr(f"sqlite://{folder.absolute() / f'gateway-{gateway.port}.sqlite'}")
     return places
 
 

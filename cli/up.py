@@ -55,6 +55,7 @@ class SwarmPlan:
     runner: opt.Runner
     draft: opt.Draft | None
     pictures: str | None = None  # another model, held by a node of its own
+    port: int = 0  # as asked for: on any free one the gateway keeps nothing
 
     @property
     def forms(self) -> list[str]:
@@ -86,7 +87,7 @@ def up(
     beside = None if pictures in (NO_PICTURES, model) else pictures
     each = threads or threads_each(nodes + 1 + (beside is not None))
     layers = opt.parse_local_layers(local_layers)
-    plan = SwarmPlan(model, nodes, ends, layers, each, weights, runner, draft, beside)
+    plan = SwarmPlan(model, nodes, ends, layers, each, weights, runner, draft, beside, port)
     with _take_port(port) as listener:
         swarm = _Swarm(plan, listener, partial(_environment, ctx))
         asyncio.run(run_until_signal(swarm.run(), on_second=swarm.kill))
@@ -202,7 +203,7 @@ class _Swarm:
         arguments += ["--model", plan.pictures] if plan.pictures else []
         arguments += ["--local-layers", ":".join(map(str, self._local_layers(prepared)))]
         arguments += ["--draft", plan.draft] if plan.draft else []
-        arguments += ["--listen-fd", str(self._listener.fileno())]
+        arguments += ["--listen", f"127.0.0.1:{plan.port}", "--listen-fd", str(self._listener.fileno())]
         arguments += [part for node in nodes for part in ("--node", node)]
         child = await self._start("gateway", arguments, view, pass_fds=(self._listener.fileno(),))
         ready = await child.wait_for("ready")

@@ -92,7 +92,7 @@ class ChatCompletions:
             int(time.time()),
             asked.model,
             counts_usage=counts_usage,
-            tells_reasoning=asked.include_reasoning is not False,
+            tells_reasoning=asked.tells_reasoning,
             says_functions=asked.says_functions,
         )
         return Answering(self._gateway, engine, planned, reply, meter, request_id, caller)

@@ -54,7 +54,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "repeat_penalty": (1,),
     "chat_template": (),
     "documents": ([],),
-    "reasoning": (),
     "thinking": (),
     "enable_thinking": (),
     "thinking_budget": (),
@@ -101,6 +100,31 @@ class StreamOptions(Lenient):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ReasoningWish(Lenient):
+    """How much to think, as other servers are asked. There are no summaries: reasoning is told as it is."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: None = None
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _is_not_counted(cls, value: object) -> object:
+        if value is not None:
+            raise refuse(
+                "how long a model thinks has no limit of its own: use max_tokens",
+                code="unsupported_parameter",
+            )
+        return value
+
+    @property
+    def said_effort(self) -> Effort | None:
+        """The effort, however it was said."""
+        return "none" if self.enabled is False else self.effort
 
 
 def _as_list(stop: Any) -> Any:
@@ -177,6 +201,7 @@ class ChatRequest(AnswerFields, FormFields):
     )
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningWish | None = None
     reasoning_format: Literal["auto", "none"] | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Flag] | None, Field(max_length=MAX_VARIABLES)] = None
@@ -194,6 +219,9 @@ class ChatRequest(AnswerFields, FormFields):
         refuse_order(self.messages)
         if self.continue_final_message and not self.ends_with_assistant:
             raise refuse("the last message is not the assistant's", field="continue_final_message")
+        other = self.reasoning.said_effort if self.reasoning else None
+        if None not in (other, self.reasoning_effort) and other != self.reasoning_effort:
+            raise refuse("reasoning and reasoning_effort ask for different things", field="reasoning")
         return self
 
     @property
@@ -227,9 +255,18 @@ class ChatRequest(AnswerFields, FormFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def effort(self) -> Effort | None:
+        """How much to think; None: as much as the model likes."""
+        return self.reasoning_effort or (self.reasoning.said_effort if self.reasoning else None)
+
+    @property
+    def tells_reasoning(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """What the chat template may read: the effort, and the caller's own flags."""
-        effort = self.reasoning_effort
+        effort = self.effort
         tools = [tool.for_template() for tool in self.offered]
         own: dict[str, Any] = {"tools": tools} if tools else {}
         if effort is not None:

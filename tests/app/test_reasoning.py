@@ -195,6 +195,24 @@ async def test_effort_reaches_the_template_and_none_closes_the_thought(
             assert (await served.ask(reasoning_effort="much")).json()["error"]["param"] == "reasoning_effort"
 
 
+async def test_effort_may_be_said_in_an_object(serve: Serve, qwen: ChatTokenizer) -> None:
+    """As llm-comply and clients of OpenRouter do."""
+    engine = scripted(qwen, "<think>hm</think>hello")
+    async with serve(engine) as served:
+        for wish in ({"summary": "auto"}, {"effort": "none"}, {"enabled": False}):
+            assert (await served.ask(reasoning=wish)).status_code == 200
+        closed = [
+            qwen.decode_all(one.prompt_ids[-30:]).rstrip()[-8:] == "</think>" for one in engine.requests
+        ]
+        assert closed == [False, True, True]
+        message = (await served.ask(reasoning={"exclude": True})).json()["choices"][0]["message"]
+        assert "reasoning" not in message
+        refused = await served.ask(reasoning={"effort": "low"}, reasoning_effort="high")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning")
+        counted = (await served.ask(reasoning={"max_tokens": 100})).json()["error"]
+        assert (counted["param"], counted["code"]) == ("reasoning.max_tokens", "unsupported_parameter")
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_thoughts_of_earlier_turns_reach_the_template(
     serve: Serve, qwen: ChatTokenizer, name: str
@@ -369,7 +387,6 @@ async def test_what_other_servers_call_it_is_refused_by_name(serve: Serve, qwen:
         for name, value in (
             ("enable_thinking", False),
             ("thinking_budget", 5),
-            ("reasoning", {"effort": "low"}),
         ):
             error = (await served.ask(**{name: value})).json()["error"]
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
