@@ -14,7 +14,6 @@ import pytest
 
 from app.api import secured_connection
 from tests.app.conftest import ANSWER, Serve
-from tests.app.test_disconnect import connect
 from tests.support.api_server import QUESTION, Served, serve_engines, settles
 from tests.support.certificates import Authority
 from tests.support.fake_pictures import FakePictures
@@ -125,9 +124,7 @@ async def test_a_client_that_leaves_ends_its_answer(
 
 
 async def test_a_plain_client_that_leaves_is_no_trouble(served: Served) -> None:
-    reader, writer = await connect(served)
-    assert b"https_only" in await reader.read()
-    writer.close()
+    assert b"https_only" in await served.talk(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
 
 async def test_a_large_body_and_its_answer_pass_whole(served: Served, ca: Authority) -> None:
