@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from app.api.chat_reply import AnswerTimings, DraftsField, RouteHopField, Usage
+from app.api.chat_reply import AnswerTimings, ChatReason, DraftsField, RouteHopField, Usage
 from app.api.completion_reply import CompletionLogprobs
 from app.api.logprobs import ChoiceLogprobs
 from app.api.messages import Lenient
@@ -44,7 +44,7 @@ class ChunkChoice(Lenient):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: ChatReason | None
 
 
 class ChunkTimings(AnswerTimings):

@@ -16,7 +16,9 @@ from app.api.completion_reply import Completion
 from app.api.completions import PATH
 from app.engine.request import RequestError
 from app.engine.tokenizer import ChatTokenizer
+from routing.errors import NoRouteError
 from tests.app.conftest import ANSWER, Serve
+from tests.app.test_failures import fail_at
 from tests.support.api_server import Served, events_of, serve_engines, settles
 from tests.support.local_engine import LocalEngine, ScriptedEngine, saying
 
@@ -131,6 +133,45 @@ async def test_a_stream_ends_like_the_whole_answer(served: Served) -> None:
         assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+async def test_usage_is_not_sent_unasked(served: Served, options: dict[str, bool] | None) -> None:
+    chunks = await stream(served, stream_options=options)
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+async def test_a_stream_that_fails_midway_says_so_in_band_and_never_done(
+    served: Served, scripted: ScriptedEngine
+) -> None:
+    fail_at(scripted, 3, NoRouteError([(10, 20)], "scripted"))
+    events = events_of((await complete(served, stream=True)).text)
+    *before, last = events
+    assert isinstance(last, dict)
+    assert last["error"]["code"] == "no_route"
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    assert not any(chunk["choices"][0]["finish_reason"] for chunk in before if isinstance(chunk, dict))
+    assert "[DONE]" not in events
+    async with served.openai() as client:
+        chunks = await client.completions.create(model="scripted", prompt=PROMPT, stream=True)
+        with pytest.raises(openai.APIError, match="no node serves layers 10:20"):
+            _ = [chunk async for chunk in chunks]
+
+
+async def test_a_silent_stream_gets_comments_and_empty_chunks(serve: Serve, scripted: ScriptedEngine) -> None:
+    scripted.prefill_steps = 4
+    scripted.before_prefill = lambda step: asyncio.sleep(0.1)
+    async with serve(keepalive_s=0.02, heartbeat_s=0.08) as served, served.openai() as client:
+        events = events_of((await complete(served, stream=True)).text)
+        silent = events[: next(n for n, event in enumerate(events) if "hello" in str(event))]
+        assert sum(isinstance(event, str) for event in silent) >= 2
+        told = [event["choices"] for event in silent if isinstance(event, dict)]
+        assert len(told) >= 2
+        assert all(
+            choices == [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}] for choices in told
+        )
+        chunks = await client.completions.create(model="scripted", prompt=PROMPT, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in chunks]) == ANSWER
+
+
 # Echo and probabilities ----------------------------------------------------------------------------------------
 
 
@@ -239,6 +280,16 @@ async def test_a_stop_string_ends_text_and_tokens(served: Served) -> None:
     choice = (await complete(served, stop=[" quick"], logprobs=1)).json()["choices"][0]
     assert choice["text"] == ANSWER.partition(" quick")[0]
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+@pytest.mark.parametrize("stop", ["orl", "world, t", "o world", ["fox", "k bro"]])
+async def test_no_character_of_a_stop_string_over_token_borders_shows(served: Served, stop: Any) -> None:
+    first = min(ANSWER.index(one) for one in ([stop] if isinstance(stop, str) else stop))
+    whole = (await complete(served, stop=stop, logprobs=0)).json()["choices"][0]
+    streamed = gathered(await stream(served, stop=stop, logprobs=0))
+    for choice in (whole, streamed):
+        assert (choice["text"], choice["finish_reason"]) == (ANSWER[:first], "stop")
+    assert "".join(whole["logprobs"]["tokens"]) == ANSWER[:first]
 
 
 # Refusals ------------------------------------------------------------------------------------------------------

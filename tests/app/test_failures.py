@@ -11,11 +11,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.api.middleware import ErrorBoundary
 from app.engine.request import ModelStatus, RequestError
+from app.engine.tokenizer import ChatTokenizer
 from routing.errors import ErrorCode, NoRouteError, remote_error
 from slicing.errors import LogitsError
-from tests.app.conftest import Serve
+from tests.app.conftest import ANSWER, Serve
 from tests.support.api_server import Served, chunks_of, settles
-from tests.support.local_engine import ScriptedEngine
+from tests.support.local_engine import ScriptedEngine, saying
 
 FAILURES: list[tuple[Exception, int, str]] = [
     (NoRouteError([(10, 20)], "scripted"), 503, "no_route"),
@@ -87,6 +88,22 @@ async def test_one_failed_choice_fails_the_request_and_frees_the_others(
     assert (await served.ask(n=3)).status_code == 503
     assert scripted.num_opened == 3
     assert scripted.num_open == 0
+
+
+async def test_a_stream_of_which_one_choice_fails_after_another_ended_is_not_done(
+    serve: Serve, tokenizer: ChatTokenizer
+) -> None:
+    short, long = saying(tokenizer, "hello"), saying(tokenizer, ANSWER)
+    engine = ScriptedEngine(tokenizer, lambda asked: (long if asked.sampling.stream else short)(asked))
+    fail_at(engine, 6, NoRouteError([(1, 2)]))
+    async with serve(engine) as served:
+        events = await served.stream(n=2)
+    *before, last = chunks_of(events)
+    ends = [choice["index"] for chunk in before for choice in chunk["choices"] if choice["finish_reason"]]
+    assert ends == [0]
+    assert last["error"]["code"] == "no_route"
+    assert "[DONE]" not in events
+    assert engine.num_open == 0
 
 
 async def test_missing_layers_are_named_with_a_time_to_retry(serve: Serve, scripted: ScriptedEngine) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import openai
 import pytest
 from PIL import Image
 
+from app.engine.diffusion.request import DiffusionEvent, DiffusionRequest
 from app.engine.request import ModelStatus
 from app.openapi import ImageAnswer, ImageEvent
 from routing.errors import NoRouteError, TooLargeError
@@ -147,6 +151,16 @@ async def test_a_url_is_built_from_what_the_client_used_and_ends(painter: FakePi
         assert (await served.http.get(path)).status_code == 404
 
 
+async def test_a_url_has_the_name_and_port_that_the_client_used(painter: FakePictures) -> None:
+    async with serve_engines(painter, allowed_hosts="pictures.lan") as served:
+        for host in ("pictures.lan:8080", "localhost:99", "[::1]:8000"):
+            asked = {**BODY, "response_format": "url"}
+            url = (await served.http.post(PATH, json=asked, headers={"host": host})).json()["data"][0]["url"]
+            assert url.startswith(f"http://{host}/v1/images/content/")
+            answer = await served.http.get(url.removeprefix(f"http://{host}"), headers={"host": host})
+            assert answer.content[:4] == b"\x89PNG"
+
+
 async def test_pictures_under_urls_stay_within_their_bytes(painter: FakePictures) -> None:
     async with serve_engines(painter, pictures_bytes=400) as served:
         answers = [await post(served, response_format="url", seed=seed) for seed in range(3)]
@@ -242,6 +256,39 @@ async def test_leaving_frees_every_picture_at_once(
         writer.close()
         await settles(lambda: painter.num_open == 0 and served.gateway.num_running == 0)
     assert served.metric("diffuse_requests_aborted_total", endpoint=PATH) == 10
+
+
+class Latents:
+    """What an engine holds while it makes a picture."""
+
+
+class HoldingPictures(FakePictures):
+    """Notes what it holds for each picture."""
+
+    held: weakref.WeakSet[Latents]
+
+    async def generate(self, request: DiffusionRequest) -> AsyncGenerator[DiffusionEvent, None]:
+        latents = Latents()
+        self.held.add(latents)
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                yield event
+
+
+async def test_of_fifty_pictures_that_nobody_waited_for_nothing_is_kept() -> None:
+    painter = HoldingPictures()
+    painter.held = weakref.WeakSet()
+    painter.before_step = lambda number: asyncio.Event().wait() if number == 2 else None
+    async with serve_engines(painter) as served:
+        for number in range(50):
+            asked = {**BODY, "stream": bool(number % 2), "partial_images": number % 2}
+            writer = await served.begin(PATH, asked)
+            await settles(lambda: painter.num_open == 1)
+            assert len(painter.held) >= 1
+            writer.close()
+            await settles(lambda: painter.num_open == 0 and served.gateway.num_running == 0)
+        gc.collect()
+        assert not painter.held
 
 
 async def test_a_failure_on_the_way_ends_a_stream_with_an_error(

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from app.engine.request import RequestError
 from app.engine.tokenizer import ChatTokenizer
+from app.stream_shapes import ChatChunk
 from tests.app.conftest import Serve
 from tests.support.api_server import Served, chunks_of, text_of
 from tests.support.local_engine import LocalEngine, ScriptedEngine, saying
@@ -98,6 +99,7 @@ WEATHER: dict[str, Any] = {
     },
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+FREE: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TOOLS = [WEATHER, NOW]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
@@ -149,6 +151,11 @@ def streamed_calls(events: list[dict[str, Any] | str]) -> list[dict[str, Any]]:
                     assert delta["function"].keys() == {"arguments"}
                     calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
     return calls
+
+
+def are_as_described(chunks: list[dict[str, Any]]) -> None:
+    for chunk in chunks:
+        assert ChatChunk.model_validate(chunk).model_dump(exclude_unset=True) == chunk
 
 
 def named(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -302,6 +309,27 @@ async def test_json_object_gives_an_object(held: Served) -> None:
     assert "stop" in ends
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}},
+        {"tools": [FREE], "tool_choice": "required", "parallel_tool_calls": False},
+    ],
+    ids=["object", "schema", "call"],
+)
+async def test_line_ends_that_a_model_loves_get_nowhere(
+    held: Served, hermes: ChatTokenizer, fields: dict[str, Any]
+) -> None:
+    blanks = {str(token_id): 90 for text in ("\n", "\t", "\r") for token_id in hermes.encode(text)}
+    for seed in range(3):
+        told = {"model": "tiny", "seed": seed, "max_tokens": 120, "logit_bias": blanks, **fields}
+        message = (await held.ask(**told)).json()["choices"][0]["message"]
+        said = message["content"] or named(message["tool_calls"])[0][1]
+        assert said
+        assert not re.search(r"[\n\t\r]", said)
+
+
 async def test_an_answer_of_a_schema_is_the_same_streamed_and_in_each_choice(held: Served) -> None:
     schema = {
         "type": "object",
@@ -399,6 +427,25 @@ async def test_calls_in_a_free_answer_are_told_apart_from_its_text(
         assert len({call["id"] for call in streamed_calls(events)}) == 2
 
 
+async def test_each_choice_of_a_stream_has_calls_and_one_end_of_its_own(
+    serve: Serve, hermes: ChatTokenizer
+) -> None:
+    async with serve(scripted(hermes, f"Let me look.\n{CALL}\n{CALL}")) as served:
+        chunks = chunks_of(await served.stream(tools=TOOLS, n=2))
+    are_as_described(chunks)
+    ids: set[str] = set()
+    for index in range(2):
+        own = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+        assert [one["finish_reason"] for one in own if one["finish_reason"]] == ["tool_calls"]
+        assert (own[-1]["delta"], own[-1]["finish_reason"]) == ({}, "tool_calls")
+        calls = streamed_calls([{"choices": own}])
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+            ("weather", {"city": "Paris", "days": 2})
+        ] * 2
+        ids |= {call["id"] for call in calls}
+    assert len(ids) == 4
+
+
 @pytest.mark.parametrize("changes", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
 async def test_without_tools_nothing_is_a_call(
     serve: Serve, hermes: ChatTokenizer, changes: dict[str, Any]
@@ -430,6 +477,7 @@ async def test_a_request_that_says_functions_is_answered_in_its_words(
         assert calls[0] == {"name": "weather", "arguments": ""}
         assert "".join(call["arguments"] for call in calls) == answer["message"]["function_call"]["arguments"]
         assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+        are_as_described(chunks)
 
 
 async def test_a_function_that_is_named_is_called(held: Served) -> None:
