@@ -75,13 +75,17 @@ class CallParser:
         """Return what was held back."""
         if self._step in (self._read_text, self._read_beginning, self._read_call):
             rest = self._held + self._buffer
-            self._tell(rest if rest.strip() or not self.num_calls else "")
+            self._tell("" if self.num_calls and self._is_cut_opener(rest.strip()) else rest)
         elif self._step == self._read_between and self._buffer.strip():
             self._tell(self._buffer)
         elif self._step == self._read_tagged and self._tagged is not None:
             self._add(self._tagged.finish())
         self._buffer = self._held = ""
         return self._taken()
+
+    def _is_cut_opener(self, rest: str) -> bool:
+        """Whether no more is left than what could begin another call: an answer that was cut there has no such text."""
+        return not rest or any(opener != rest and opener.startswith(rest) for opener in self._openers)
 
     # Steps: each takes from the buffer, and returns whether the next one may have something to do -----------------
 

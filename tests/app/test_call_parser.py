@@ -293,6 +293,14 @@ def test_no_text_is_lost_and_cuts_do_not_matter(style: ToolStyle, fragments: lis
         assert name in NAMES
 
 
+def test_an_answer_cut_where_another_call_begins_has_no_text() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for rest in ("\n<", "\n<tool_ca", "\n"):
+        assert told(HERMES, call + rest)[0] == ""
+    assert told(HERMES, call + "\n<b>")[0].strip() == "<b>"
+    assert told(HERMES, "<tool_ca")[0] == "<tool_ca"  # it may be what the answer is about
+
+
 @pytest.mark.parametrize(
     ("style", "text"),
     [
