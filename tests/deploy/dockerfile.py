@@ -19,7 +19,7 @@ from pathlib import Path
 DESCRIBES = frozenset({"USER", "WORKDIR", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"})
 # What of a stage's root a step may name; everything else is the base image's.
 OWN = re.compile(
-    r"(?<![\w.:/-])/(?:opt/diffuse|src|var/cache/diffuse|var/lib/diffuse|var/lib/swarm|usr/local/bin)(?=[/\s\"';:]|$)"
+    r"(?<![\w.:/-])/(?:opt/diffuse|src|var/cache/diffuse|var/lib/diffuse|var/lib/swarm|usr/local/bin)(?=[/\s\"';:\[]|$)"
 )
 
 
