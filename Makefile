@@ -66,7 +66,7 @@ browser: install
 	$(BIN)/pytest -v -m browser tests/browser
 
 # What deploy/ and compose.yaml say, against real tools: Prometheus over a live swarm, compose in namespaces, schemas.
-# As root, with the packages prometheus, npm, curl, wget and iproute2; each test says what it lacks. Four minutes.
+# As root, with the packages prometheus, npm, curl, wget and iproute2; each test says what it lacks. Two minutes.
 deploy-check: install
 	$(BIN)/pytest -v -m deploy tests/deploy
 
