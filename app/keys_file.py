@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
-import secrets
 import stat
 import time
 import tomllib
@@ -33,7 +31,9 @@ from pydantic_core import ErrorDetails
 
 from app.keys import ApiKey, KeyRing, digest_of
 from app.settings import GatewaySettings
+from app.whole_file import write_whole
 from routing.errors import SettingsError
+from routing.private_file import read_private
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ LOOK_S = 0.2  # between looks at the file
 SETTLE_S = 0.2  # an editor empties a file before it fills it: what is read must have been still for so long
 # Its group may read it, as Kubernetes has it with secrets: hashes of long random keys open nothing.
 NOT_ALLOWED = stat.S_IWGRP | stat.S_IRWXO
-PRIVATE = 0o600
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 SHA256 = re.compile(r"[0-9A-Fa-f]{64}")
 HEADER = "# API keys of a Diffuse gateway. Removing an entry revokes its key.\n"
@@ -152,14 +151,9 @@ def ring_of(settings: GatewaySettings) -> KeyRing:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read a file of keys. Raises `SettingsError` for one that is broken, or that others may read or change."""
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise SettingsError(f"cannot read the keys file {path}: {error.strerror}") from error
-    if os.name == "posix" and mode & NOT_ALLOWED:
-        raise SettingsError(f"the keys file {path} is open to others: run chmod 600 {path}")
+    content = read_private(
+        path, "keys file", MAX_BYTES + 1, not_allowed=NOT_ALLOWED, trouble="is open to others"
+    )
     return tuple(entry.key for entry in _entries(path, content))
 
 
@@ -175,7 +169,7 @@ def append_entry(path: Path, entry: KeyEntry) -> None:
         before = path.read_text("utf-8") if present or path.exists() else HEADER
         after = before.rstrip("\n") + "\n\n" + _written(entry)
         _entries(path, after.encode())  # a file in another hand may not bear one more entry at its end
-        _replace(path, after)
+        write_whole(path, after.encode())
     except OSError as error:
         raise SettingsError(f"cannot write the keys file {path}: {error.strerror}") from error
 
@@ -208,18 +202,6 @@ def _written(entry: KeyEntry) -> str:
     if isinstance(entry.expires, datetime):
         lines.append(f"expires = {entry.expires.astimezone(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
     return "\n".join(lines) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Put a whole new version in place of a file, so that nobody reads half of it."""
-    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def _stamp(path: Path) -> Stamp:

@@ -6,14 +6,13 @@ Knows files and their permissions; what is read goes to `routing` and is never p
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from routing.errors import SettingsError
+from routing.private_file import read_private
 
 if TYPE_CHECKING:
     from routing.allow_list import AllowList
@@ -65,7 +64,7 @@ def read_psks(path: Path) -> tuple[bytes, ...]:
 
     The first one is for dialling. Raises `SettingsError`, also if the file is not private.
     """
-    content = _read_private(path, "secret")
+    content = read_private(path, "secret", MAX_FILE)
     if len(content) == PSK_SIZE:
         return (content,)
     secrets = _hex_lines(content)
@@ -81,7 +80,7 @@ def read_prefix_secret(path: Path | None) -> bytes:
     """Read the secret of `--prefix-secret`; empty without one. Raises `SettingsError`, also if not private."""
     if path is None:
         return b""
-    content = _read_private(path, "secret")
+    content = read_private(path, "secret", MAX_FILE)
     secrets = (content,) if len(content) == PSK_SIZE else _hex_lines(content)
     if len(secrets) != 1 or len(secrets[0]) != PSK_SIZE:
         raise SettingsError(
@@ -97,7 +96,7 @@ def read_token(path: Path | None) -> bytes:
         return b""
     from routing.guest_token import parse_guest_token
 
-    text = _read_private(path, "guest token").decode("ascii", errors="replace")
+    text = read_private(path, "guest token", MAX_FILE).decode("ascii", errors="replace")
     try:
         return parse_guest_token(text)
     except SettingsError as error:
@@ -114,18 +113,6 @@ def read_allow_list(
 
     named = frozenset(address.node_id for address in always)
     return AllowList(path, membership.network_id, always=named)
-
-
-def _read_private(path: Path, what: str) -> bytes:
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(MAX_FILE)
-    except OSError as error:
-        raise SettingsError(f"cannot read the {what} {path}: {error.strerror}") from error
-    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SettingsError(f"the {what} {path} can be read by others: run chmod 600 {path}")
-    return content
 
 
 def _hex_lines(content: bytes) -> list[bytes]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import struct
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from routing.errors import ErrorCode, SecurityError, SettingsError
+from routing.private_file import read_private
 from routing.types import NodeId
 
 KEY_SIZE = 32
@@ -28,7 +28,6 @@ CLOCK_SKEW_S = 300  # what two honest clocks may differ by
 _DOMAIN = b"diffuse/static-key/1"
 _VALIDITY = struct.Struct(">QQ")  # not_before, not_after: unix seconds
 CERTIFICATE_SIZE = _VALIDITY.size + SIGNATURE_SIZE
-_READABLE_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def node_id(public_key: bytes) -> NodeId:
@@ -55,14 +54,7 @@ class Identity:
     @classmethod
     def load(cls, path: Path) -> Identity:
         """Read an identity that `save` wrote; raise `SettingsError` when it is missing or not private."""
-        try:
-            with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                secret = file.read(KEY_SIZE + 1)
-        except OSError as error:
-            raise SettingsError(f"cannot read the key file {path}: {error.strerror}") from error
-        if os.name == "posix" and mode & _READABLE_BY_OTHERS:
-            raise SettingsError(f"the key file {path} can be read by others: run chmod 600 {path}")
+        secret = read_private(path, "key file", KEY_SIZE + 1)
         if len(secret) != KEY_SIZE:
             raise SettingsError(
                 f"the key file {path} does not hold a raw {KEY_SIZE}-byte key: make a new one"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.jobs.errors import StorageError
-from app.jobs.files import UNFINISHED, is_disk_full, write_whole
+from app.whole_file import UNFINISHED, is_disk_full, write_whole
 
 LOCK = "lock"
 OWNER_ONLY = 0o700

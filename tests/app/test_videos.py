@@ -21,12 +21,13 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
+from app import whole_file
 from app.api.errors import ApiError
 from app.api.file_answer import file_answer
 from app.api.multipart import parse_form
 from app.api.video_protocol import FORM_TYPES, VideoJob, VideoList
 from app.engine.request import ModelStatus
-from app.jobs import files, runner
+from app.jobs import runner
 from app.jobs.job import Job
 from app.jobs.store import JobStore
 from app.state.state import JobBounds, JobRow, StateError
@@ -364,7 +365,7 @@ async def test_a_full_disk_fails_the_job_and_leaves_no_litter(
         real(descriptor)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(whole_file.os, "fsync", full)
     job = await over(served, (await post(served))["id"])
     assert (job["status"], job["error"]["code"]) == ("failed", "storage_full")
     assert "disk is full" in job["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from pathlib import Path
 
 UNFINISHED = ".part"
@@ -14,9 +15,9 @@ FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 def write_whole(path: Path, content: bytes) -> None:
     """Put `content` at `path`. Raises OSError, and then leaves nothing behind."""
-    part = path.with_name(path.name + UNFINISHED)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")  # two at once do not mix
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, OWNER_ONLY)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
