@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace as otel
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, StatusCode, TraceFlags
 
+from routing.admission import TokenBucket
 from routing.types import NodeId, StepFlag, TraceContext
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class NodeTraces:
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self._tracer = tracer
         self._clock = clock
-        self._all = Allowance(ALL_BURST, ALL_PER_S, clock())
-        self._each: OrderedDict[NodeId, Allowance] = OrderedDict()
+        self._all = TokenBucket(ALL_PER_S, ALL_BURST, clock())
+        self._each: OrderedDict[NodeId, TokenBucket] = OrderedDict()
 
     def begin(self, session: Session) -> SessionSpans | None:
         """The spans of a session that its gateway traces; None for any other, or when that gateway had its share."""
@@ -51,28 +52,11 @@ class NodeTraces:
     def may_export(self, gateway_id: NodeId) -> bool:
         """Take one span from both allowances."""
         now = self._clock()
-        each = self._each.setdefault(gateway_id, Allowance(ONE_BURST, ONE_PER_S, now))
+        each = self._each.setdefault(gateway_id, TokenBucket(ONE_PER_S, ONE_BURST, now))
         self._each.move_to_end(gateway_id)
         if len(self._each) > MAX_GATEWAYS:
             self._each.popitem(last=False)
         return each.take(now) and self._all.take(now)
-
-
-class Allowance:
-    """So many at once, and so many a second after that."""
-
-    def __init__(self, burst: float, per_s: float, now: float) -> None:
-        self._burst, self._per_s = burst, per_s
-        self._left, self._at = burst, now
-
-    def take(self, now: float) -> bool:
-        """Whether there is one left."""
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
-        self._at = now
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
 
 
 class SessionSpans:
