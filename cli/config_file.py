@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from typing import Any, Final
 import typer
 
 from cli.failures import RefusedSettingsError
-from cli.setting_names import SECRETS
+from cli.setting_names import SECRETS, did_you_mean
 
 NAME: Final = "diffuse.toml"
 SYSTEM_FILE: Final = Path("/etc/diffuse") / NAME
@@ -144,7 +144,7 @@ class _File:
             if key not in self._known[table]:
                 others = sorted(name for name, options in self._known.items() if key in options)
                 elsewhere = f": it belongs to [{'] or ['.join(others)}]" if others else ""
-                nearest = elsewhere or _nearest(key, self._known[table])
+                nearest = elsewhere or _nearest_key(key, self._known[table])
                 raise self._error(table, key, f"`diffuse {table}` has no such setting{nearest}")
             self._check_value(table, key, value, self._known[table][key])
 
@@ -153,7 +153,7 @@ class _File:
         if not knowing:
             names = {name for options in self._known.values() for name in options} | self._known.keys()
             what = "table" if isinstance(value, dict) else "setting"
-            raise self._error("", key, f"there is no such {what}{_nearest(key, names)}")
+            raise self._error("", key, f"there is no such {what}{_nearest_key(key, names)}")
         table = command if command in knowing else next(iter(knowing))
         self._check_value("", key, value, knowing[table][key])
 
@@ -218,11 +218,8 @@ def _type_of(value: Any) -> str:
     return next((name for kind, name in kinds if isinstance(value, kind)), "a date")
 
 
-def _nearest(name: str, names: Any) -> str:
-    import difflib
-
-    found = difflib.get_close_matches(name.replace("-", "_").lower(), sorted(names), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+def _nearest_key(key: str, names: Iterable[str]) -> str:
+    return did_you_mean(key.replace("-", "_").lower(), names)
 
 
 def _lines_of_keys(text: str) -> Iterator[tuple[tuple[str, str], int]]:

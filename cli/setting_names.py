@@ -5,6 +5,7 @@ Knows also which parameter fills a field of the settings' models, where the two 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 PREFIX: Final = "DIFFUSE_"
@@ -51,3 +52,11 @@ def flag_of(parameter: str) -> str:
 def variable_of(parameter: str) -> str:
     """How it is written in the environment."""
     return PREFIX + parameter.upper()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What a text about an unknown name ends with: the nearest known one, or nothing."""
+    import difflib  # only who has misspelled something waits for it
+
+    found = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""

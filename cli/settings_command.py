@@ -25,6 +25,7 @@ from cli.setting_names import (
     OTHER_VARIABLES,
     PREFIX,
     SHARED,
+    did_you_mean,
     flag_of,
     variable_of,
 )
@@ -225,7 +226,7 @@ def _warn_of_unknown_variables(ctx: Any) -> None:
         variable_of(name) for options in known_settings(ctx).values() for name in options
     }
     for name in _unknown(os.environ, known):
-        show.note(f"diffuse: {name} is no setting and does nothing{_nearest(name, known)}")
+        show.note(f"diffuse: {name} is no setting and does nothing{did_you_mean(name, known)}")
 
 
 def _unknown(variables: Mapping[str, str], known: Iterable[str]) -> Iterator[str]:
@@ -235,10 +236,3 @@ def _unknown(variables: Mapping[str, str], known: Iterable[str]) -> Iterator[str
         is_service = _SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and "://" in value)
         if name.startswith(PREFIX) and value and not is_service:
             yield name
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    import difflib
-
-    found = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
