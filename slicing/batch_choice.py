@@ -54,6 +54,7 @@ class Waiting:
     rows: int  # still to compute
     is_decode: bool
     since: int  # number of the batch, or arrival, after which it was first in its queue: lower came earlier
+    company: Hashable = None  # equal for those that came together; None: it came alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,11 @@ def _decode_batch(decodes: list[Waiting], snapshot: Snapshot, kept_free: int = 0
     lane = decodes[0].lane if decodes else None
     if lane is None:
         return []
-    limit = max(1, min(lane.max_works - kept_free, snapshot.lanes[lane].decode_limit))
     mates = [waiting for waiting in decodes if waiting.lane == lane]
+    # What came together was grouped by who sent it, and goes on together.
+    company = decodes[0].company
+    together = 1 if company is None else sum(waiting.company == company for waiting in mates)
+    limit = max(1, min(lane.max_works - kept_free, max(together, snapshot.lanes[lane].decode_limit)))
     return [Share(waiting.session, waiting.rows) for waiting in mates[:limit]]
 
 

@@ -100,15 +100,15 @@ class BatchCounts:
 class _Queue(Generic[SomeJob]):
     """A session's jobs in order, but for one that is computed now."""
 
-    __slots__ = ("is_decode", "jobs", "since")
+    __slots__ = ("company", "is_decode", "jobs", "since")
 
-    def __init__(self, job: SomeJob, since: int) -> None:
+    def __init__(self, job: SomeJob, since: int, company: Hashable) -> None:
         self.jobs = deque((job,))
-        self.wait(since)
+        self.wait(since, company)
 
-    def wait(self, since: int) -> None:
+    def wait(self, since: int, company: Hashable = None) -> None:
         """The first job is new here."""
-        self.since = since
+        self.since, self.company = since, company
         self.is_decode = self.jobs[0].rows <= MAX_DECODE_ROWS
 
     def put_back(self, job: SomeJob) -> None:
@@ -119,7 +119,7 @@ class _Queue(Generic[SomeJob]):
     def waiting(self) -> Waiting:
         """What the decision knows of the first job."""
         job = self.jobs[0]
-        return Waiting(job.session, job.tenant, job.lane, job.rows, self.is_decode, self.since)
+        return Waiting(job.session, job.tenant, job.lane, job.rows, self.is_decode, self.since, self.company)
 
 
 class BatchQueue(Generic[SomeJob]):
@@ -148,23 +148,31 @@ class BatchQueue(Generic[SomeJob]):
         self._queues: dict[Hashable, _Queue[SomeJob]] = {}
         self._ledger = Ledger()
         self._ended = clock()  # when the last batch was done
+        self._turn = 0  # the number of what the loop has at hand
         self._will_wake = False  # once the loop has taken in what it has at hand
         self._has_turn = False  # a batch is due among the thread's work
         self._running: tuple[int, float] | None = None  # rows (0: a call) and since when, of the thread
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: SomeJob) -> None:
-        """Queue a job behind its session's earlier ones."""
+    def submit(self, job: SomeJob, company: Hashable = None) -> None:
+        """Queue a job behind its session's earlier ones.
+
+        Those of one `company` may share a batch whatever their stages; None: those of this turn of the loop.
+        """
         with self._lock:
             self._ledger.note_arrival(job.session, job.lane, job.stages, job.rows, self._clock())
+            since = self._ledger.tick()
+            if not self._will_wake:
+                self._turn = since
+            company = self._turn if company is None else company
             queue = self._queues.get(job.session)
             if queue is None:
-                self._queues[job.session] = _Queue(job, self._ledger.tick())
+                self._queues[job.session] = _Queue(job, since, company)
             else:
                 queue.jobs.append(job)
                 if len(queue.jobs) == 1:
-                    queue.wait(self._ledger.tick())
+                    queue.wait(since, company)
         if not self._will_wake:
             self._will_wake = True
             self._loop.call_soon(

@@ -31,7 +31,7 @@ class Gate:
     def __post_init__(self) -> None:
         self.gate = TurnGate(self._take, clock=lambda: self.now)
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: Turn, _: object) -> None:
         if self._is_new:
             self.groups.append([])
             self._is_new = False
@@ -157,7 +157,7 @@ async def test_tenants_go_in_turn() -> None:
 def test_every_turn_goes_once_whatever_happens(events: list[tuple[int, str]]) -> None:
     async def play() -> None:
         gone: list[Turn] = []
-        gate = TurnGate(gone.append)
+        gate = TurnGate(lambda turn, _: gone.append(turn))
         sessions = [session_of() for _ in range(6)]
         due: list[Turn] = []
         for number, event in events:

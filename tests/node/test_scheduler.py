@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from node.scheduler import Scheduler
+from node.step_rows import decode_rows
 from routing.errors import ErrorCode
-from routing.types import Answer, Failure, Want
+from routing.types import Answer, Failure, Step, Want
 from slicing.batch_choice import FIRST_PIECE_ROWS
 from tests.node.fake_runner import NUM_LAYERS, VOCAB_SIZE
 from tests.node.rig import Node, Rig, Script, rows_of, until
@@ -64,7 +66,7 @@ async def test_steps_that_are_ready_go_together_with_the_bits_that_each_has_alon
     await hold_thread(rig, node)
     for number, script in enumerate(scripts):
         await script.send(2, 1, some_rows(1, number))
-    await queued(node, len(scripts))
+        await queued(node, number + 1)  # each by itself: what comes together stays together
     node.runner.calls.clear()
     node.runner.release()
     made = await answers(rig, scripts)
@@ -149,6 +151,38 @@ async def test_a_poisoned_step_fails_alone_and_leaves_its_neighbours_bits(rig: R
     good = {message.session_id: message for message in seen if isinstance(message, Answer)}
     assert all(np.array_equal(rows_of(good[script.session_id]), expected) for script in healthy)
     assert node.stats.batches.repeats >= 1
+
+
+async def test_rows_of_a_batch_are_decoded_at_once_and_one_by_one_where_some_are_no_numbers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+
+    def counting(step: Step, *others: Any) -> Any:
+        decoded.append(step.position)
+        return decode_rows(step, *others)
+
+    monkeypatch.setattr("node.step_job.decode_rows", counting)
+    node = await add_batching_node(rig)
+    wrong, right = scripts = await opened(rig, node, 2)
+    for script in scripts:
+        await script.run(1, 0, some_rows(1))
+    assert not decoded
+    await hold_thread(rig, node)
+    poisoned = some_rows(1)
+    poisoned[0, 0] = np.nan
+    for script, rows in ((wrong, poisoned), (right, some_rows(1, 5))):
+        await script.send(2, 1, rows)
+    await queued(node, 2)
+    node.runner.release()
+    seen = [(await rig.gateway.inbox.get())[1] for _ in range(3)]
+    (failure,) = [message for message in seen if isinstance(message, Failure)]
+    assert (failure.session_id, failure.code) == (wrong.session_id, ErrorCode.MALFORMED)
+    (answer,) = [message for message in seen if message.session_id == right.session_id]
+    whole = Whole()
+    whole.run(0, some_rows(1))
+    assert np.array_equal(rows_of(answer), whole.run(1, some_rows(1, 5)))
+    assert decoded  # those two, or the wrong one where it went alone
 
 
 async def test_a_prefill_that_fails_in_a_later_piece_leaves_the_session_where_it_was(rig: Rig) -> None:

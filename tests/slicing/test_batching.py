@@ -43,9 +43,14 @@ LANES = (INVARIANT, PLAIN, Lane("other", max_works=4, can_split=True))
 
 
 def waiting(
-    session: str, rows: int = 1, lane: Lane = INVARIANT, tenant: str = "t", since: int = 0
+    session: str,
+    rows: int = 1,
+    lane: Lane = INVARIANT,
+    tenant: str = "t",
+    since: int = 0,
+    company: str | None = None,
 ) -> Waiting:
-    return Waiting(session, tenant, lane, rows, rows <= MAX_DECODE_ROWS, since)
+    return Waiting(session, tenant, lane, rows, rows <= MAX_DECODE_ROWS, since, company)
 
 
 def snapshot(*entries: Waiting, **fields: object) -> Snapshot:
@@ -71,6 +76,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
             rows,
             rows <= 16,
             draw(numbers),
+            draw(st.sampled_from([None, None, "u", "v"])),
         )
         for number, rows in enumerate(draw(st.lists(st.sampled_from([1, 1, 1, 5, 16, 17, 300, 4096]))))
     ]
@@ -104,7 +110,13 @@ def test_every_batch_obeys_the_rules(given: Snapshot) -> None:
     decodes = [entry for entry in chosen if entry.is_decode]
     assert len({share.session for share in batch}) == len(batch) <= lane.max_works
     assert {entry.lane for entry in chosen} == {lane}
-    assert len(decodes) <= view.decode_limit
+    companies = Counter(
+        entry.company
+        for entry in given.waiting
+        if entry.is_decode and entry.lane == lane and entry.company is not None
+    )
+    most = max(view.decode_limit, companies[decodes[0].company] if decodes else 0)
+    assert len(decodes) <= most
     assert len(chosen) - len(decodes) <= 1
     for share, entry in zip(batch, chosen, strict=True):
         is_whole = share.rows == entry.rows
@@ -113,7 +125,7 @@ def test_every_batch_obeys_the_rules(given: Snapshot) -> None:
         )
     if len(decodes) == len(chosen):  # as many decode steps as may go together
         ready = sum(entry.is_decode and entry.lane == lane for entry in given.waiting)
-        assert len(decodes) == min(ready, lane.max_works, view.decode_limit)
+        assert len(decodes) == min(ready, lane.max_works, most)
 
 
 @given(snapshots())
@@ -143,6 +155,22 @@ def test_no_stage_idles_where_decoders_go_in_groups() -> None:
     assert stage_limit([1] * 8) == 8
     assert stage_limit([2, 2, 4, 4]) == 2
     assert stage_limit([]) == 1
+
+
+def test_what_came_together_goes_on_together_and_no_more_than_that() -> None:
+    pair = [waiting("a", company="ab"), waiting("b", since=1, company="ab")]
+    others = [waiting("c", since=2), waiting("d", since=3, company="d")]
+    view = {"lanes": {INVARIANT: LaneView(decode_limit=1)}}
+    assert [share.session for share in choose(snapshot(*pair, *others, **view))] == ["a", "b"]
+    assert [share.session for share in choose(snapshot(*others, **view))] == ["c"]
+
+
+def test_a_crowd_that_came_together_does_not_go_before_other_tenants() -> None:
+    crowd = [waiting(f"a{n}", tenant="a", since=n, company="crowd") for n in range(6)]
+    late = waiting("b0", tenant="b", since=9)
+    view = {"lanes": {INVARIANT: LaneView(decode_limit=2)}}
+    batch = choose(snapshot(*crowd, late, tenant_turns={"a": 3, "b": 4}, **view))
+    assert [share.session for share in batch][:2] == ["a0", "b0"]
 
 
 def test_a_short_prompt_goes_before_a_long_one_and_does_not_stop_it() -> None:
@@ -430,6 +458,25 @@ async def test_steps_that_come_in_one_turn_of_the_loop_go_together_on_an_idle_th
         while not all(job.num_finished for job in jobs):
             await asyncio.sleep(0.001)
     assert work.batches == [[(name, 1) for name in "abcd"]]
+
+
+async def test_steps_of_a_chain_that_come_in_one_turn_are_not_parted_for_its_stages(
+    queue: BatchQueue[FakeJob], work: FakeWork
+) -> None:
+    queue.submit(FakeJob("blocker"))
+    await asyncio.to_thread(work.entered.wait, 10)
+    jobs = [FakeJob(name, stages=4) for name in "abcd"]
+    for job in jobs[:2]:
+        queue.submit(job)
+    await asyncio.sleep(0)
+    for job in jobs[2:]:
+        queue.submit(job)
+    await asyncio.sleep(0)
+    work.gate.set()
+    async with asyncio.timeout(10):
+        while not all(job.num_finished for job in jobs):
+            await asyncio.sleep(0.001)
+    assert work.batches[1:] == [[("a", 1), ("b", 1)], [("c", 1), ("d", 1)]]
 
 
 async def test_a_plain_lane_is_computed_one_job_a_call(queue: BatchQueue[FakeJob], work: FakeWork) -> None:
