@@ -32,8 +32,9 @@ from slicing.attention_blocks import (
 from slicing.batch import Work
 from slicing.block_slice import as_position_ids
 from slicing.crossing import Crossing, unseen
-from slicing.kv_cache import KVCache, SlabLayer
+from slicing.kv_cache import KVCache
 from slicing.row_linear import NotInvariant, unwatched
+from slicing.slab import SlabLayer
 
 NAME = "diffuse_invariant"  # in transformers' attention interface
 
@@ -121,8 +122,11 @@ class PackedCache(Cache):
         states = self._crossing.states(device)
         return self._blank if states is None else states.to(self._blank)
 
-    def begin(self, _position: int, _start: int, _end: int) -> None:
-        """Nothing to get ready: sessions are told their positions with every write."""
+    def begin(self, _position: int, start: int, end: int) -> None:
+        """Get every session ready for its rows. Raises `CannotRollBack` as one of them does."""
+        for span in self._spans:
+            if start < end:
+                span.cache.begin(span.position, start, end)
 
     def finish(self, _length: int, start: int, end: int) -> None:
         """Note in every session what layers [start, end) hold now."""
@@ -179,14 +183,12 @@ class PackedCache(Cache):
 
         def blocks(span: Span) -> Iterator[Block]:
             layer = _slab(span, number)
-            assert layer.keys is not None
-            assert layer.values is not None
             for begin, end in blocks_of(span.position, span.position + span.rows):
-                first, stop = first_key(begin, window), block_end(begin)
+                keys, values = layer.held(first_key(begin, window), block_end(begin))
                 mask = self._mask(begin, end - begin, window, shape, multiple, query.device)
                 if terms.bias is not None:
                     mask = mask + block_bias(begin, end - begin, window, terms.bias, shape.kv_heads, multiple)
-                yield Block(begin, end, layer.keys[0, :, first:stop], layer.values[0, :, first:stop], mask)
+                yield Block(begin, end, keys[0], values[0], mask)
 
         return self._attend_blocks(query, blocks, shape.v_dim, multiple, terms)
 
@@ -255,7 +257,10 @@ class PackedCache(Cache):
 
     def _window(self, number: int, terms: Terms) -> int | None:
         """Return what the layer says, or else what its kind of storage does: some leave the window to the mask."""
-        return terms.window if terms.window is not None else _slab(self._spans[0], number).window
+        held = _slab(self._spans[0], number).window
+        if held is not None and terms.window is not None and terms.window > held:
+            raise NotInvariant("its layers look further back than their storage holds")
+        return terms.window if terms.window is not None else held
 
     def _multiple_for(self, shape: HeadShape, device: torch.device, *, is_memory: bool = False) -> int:
         key = shape, is_memory

@@ -23,13 +23,14 @@ from slicing.branches import unfold
 from slicing.crossing import ROWS, filled_rows
 from slicing.ends import Parts
 from slicing.invariant_check import OWN_ATTENTION, ROW_MULTIPLES, check_class, keeps_rows_apart
-from slicing.kv_cache import KVCache, SlabLayer
+from slicing.kv_cache import KVCache
 from slicing.miniature import CutReport
 from slicing.model_kind import ModelKind, kind_of
 from slicing.progress import Progress
 from slicing.row_linear import FullVectors, NotInvariant, RowKernels
 from slicing.row_products import use_row_products
 from slicing.runner import DTYPE_NAMES, PlainRunner, kept_rows, kernel_class
+from slicing.slab import SlabLayer
 from slicing.weights import Checkpoint
 
 __all__ = ["InvariantRunner", "NotInvariant"]
@@ -127,7 +128,8 @@ class InvariantRunner(PlainRunner):
         """Run layers [start, end) on hidden states [rows, hidden] of each work, in one call.
 
         Raises `Cancelled` between two layers once `is_cancelled` turns true; every session can then be taken up again
-        at the same position. Raises ValueError, before anything is computed, for a position above a cache's length.
+        at the same position. Raises ValueError, before anything is computed, for a position above a cache's length,
+        `CannotRollBack` for one whose window is not held any more.
         """
         self._check_works(works, start, end)
         unfolded = unfold(works)

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
-    CacheLayerMixin,
     DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
@@ -26,12 +25,9 @@ from transformers.cache_utils import (
 
 from slicing.memory import Memory
 from slicing.model_kind import shape_of
+from slicing.slab import MIN_CAPACITY, CannotRollBack, Cursor, SlabLayer, capacity_for, visible_keys
 
-MIN_CAPACITY = 64  # positions; below this a doubling saves no memory worth a copy
-
-
-class CannotRollBack(Exception):
-    """What is held does not reach back so far: a running state (a recurrent or convolution layer), a window."""
+__all__ = ["MIN_CAPACITY", "CacheLayout", "CannotRollBack", "KVCache", "SlabLayer", "capacity_for"]
 
 
 @dataclass(frozen=True)
@@ -51,113 +47,12 @@ class CacheLayout:
         return cls(tuple(zip(types, settings, strict=True)))
 
 
-@dataclass
-class Cursor:
-    """Where the running step begins; the layers of one cache share it."""
-
-    position: int = 0
-
-
-class SlabLayer(CacheLayerMixin):
-    """One layer's keys and values in memory that doubles: [1, heads, capacity, dim] each.
-
-    A layer with a window keeps every position as well, so that a session can be rolled back, but shows attention
-    no more than transformers' own sliding layer does.
-    """
-
-    is_croppable = True
-
-    def __init__(self, cursor: Cursor, window: int | None = None) -> None:
-        super().__init__()
-        self.cursor = cursor
-        self.window = window
-        self.is_sliding = window is not None
-        self.length = 0
-        self.written = 0  # positions that are not blank, forgotten ones included
-        self.capacity = 0
-        self.size_bytes = 0
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [1, heads, rows, dim] at the cursor; return what attention may look at, as views."""
-        begin, rows = self.cursor.position, key_states.shape[-2]
-        self.write(key_states, value_states, begin)
-        assert self.keys is not None
-        assert self.values is not None
-        visible, first = _visible(begin, rows, self.window)
-        return self.keys.narrow(2, first, visible), self.values.narrow(2, first, visible)
-
-    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, begin: int) -> None:
-        """Store [1, heads, rows, dim] at position `begin`; what followed is forgotten."""
-        rows = key_states.shape[-2]
-        end = begin + rows
-        if begin > self.length:
-            raise ValueError(
-                f"a step at position {begin} leaves a gap: this layer holds {self.length} positions"
-            )
-        if end > self.capacity:
-            self._grow(key_states, value_states, end)
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys.narrow(2, begin, rows).copy_(key_states)
-        self.values.narrow(2, begin, rows).copy_(value_states)
-        self.length = end
-        self.written = max(self.written, end)
-
-    def blank(self, end: int) -> None:
-        """Fill what was written once and is forgotten with zeros, up to position `end`."""
-        rows = min(self.written, end) - self.length
-        if rows > 0 and self.keys is not None and self.values is not None:
-            self.keys.narrow(2, self.length, rows).zero_()
-            self.values.narrow(2, self.length, rows).zero_()
-
-    def get_seq_length(self) -> int:
-        """Return the positions before the running step."""
-        return self.cursor.position
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys `update` will return in this step, and the position of the first."""
-        return _visible(self.cursor.position, query_length, self.window)
-
-    def get_max_length(self) -> int:
-        """Return -1: no limit of its own."""
-        return -1
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for the first rows."""
-        self._grow(key_states, value_states, key_states.shape[-2])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last positions (transformers counts them as a negative number)."""
-        self.length -= abs(tokens_to_remove)
-
-    def copy_from(self, other: SlabLayer, length: int) -> None:
-        """Take over a copy of the first `length` positions of another session's layer, or what it has of them."""
-        length = min(length, other.length)
-        if length and other.keys is not None and other.values is not None:
-            self._grow(other.keys, other.values, length)
-            assert self.keys is not None
-            assert self.values is not None
-            self.keys.narrow(2, 0, length).copy_(other.keys.narrow(2, 0, length))
-            self.values.narrow(2, 0, length).copy_(other.values.narrow(2, 0, length))
-            self.length = self.written = length
-
-    def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, needed: int) -> None:
-        capacity = max(self.capacity, capacity_for(needed))
-        self.keys = _enlarged(self.keys, key_states, self.length, capacity)
-        self.values = _enlarged(self.values, value_states, self.length, capacity)
-        self.capacity = capacity
-        self.written = self.length
-        self.size_bytes = self.keys.nbytes + self.values.nbytes
-        self.is_initialized = True
-
-
 class KVCache(Cache):
     """The keys and values of one session.
 
-    `length` positions are held; a step at a lower position overwrites what follows it. Layers that keep a running
-    state instead of positions (recurrent, convolution) are transformers' own; they only go forward or back to 0.
+    `length` positions are held; a step at a lower position overwrites what follows it. Layers with a window hold what
+    its last rows see, and can be taken back so far (`slab`). Layers that keep a running state instead of positions
+    (recurrent, convolution) are transformers' own; they only go forward or back to 0.
     """
 
     is_compileable = False
@@ -169,8 +64,12 @@ class KVCache(Cache):
     def begin(self, position: int, start: int, end: int) -> None:
         """Get layers [start, end) ready for a step at `position`.
 
-        Raises `CannotRollBack` when one of them keeps a running state that is at another position.
+        Raises `CannotRollBack` when one of them keeps a running state that is at another position, or a window
+        that does not reach back so far any more.
         """
+        for number, layer in self._windowed.items():
+            if start <= number < end:
+                layer.check(position)
         self._cursor.position = position
         for number in self._states:
             if start <= number < end:
@@ -183,6 +82,9 @@ class KVCache(Cache):
         for number in self._states:
             if start <= number < end:
                 self._states[number] = length
+        for number, layer in self._windowed.items():
+            if start <= number < end:
+                layer.trim()
 
     @property
     def memory(self) -> Memory | None:
@@ -209,15 +111,20 @@ class KVCache(Cache):
         return self if self._memory is None else self._memory.pair
 
     def truncate(self, position: int) -> None:
-        """Forget everything from `position` on. Raises `CannotRollBack` where a running state cannot follow."""
+        """Forget everything from `position` on.
+
+        Raises `CannotRollBack` where a running state cannot follow, or a window's rows before it are gone.
+        """
         if not 0 <= position <= self.length:
             raise ValueError(f"cannot truncate to position {position}: the session holds {self.length}")
+        for window in self._windowed.values():
+            window.check(min(position, window.length))
         for number in self._states:
             if self._states[number] > position:
                 self._set_back(number, position)
         for layer in self.layers:
             if isinstance(layer, SlabLayer):
-                layer.length = min(layer.length, position)
+                layer.truncate(position)
         self.length = position
 
     def can_fork(self, length: int) -> bool:
@@ -225,19 +132,23 @@ class KVCache(Cache):
         return (
             0 <= length <= self.length
             and self._stuck_at(length) is None
+            and all(layer.can_go_on_at(min(length, layer.length)) for layer in self._windowed.values())
             and not (length and self.memory_rows)
         )
 
     def fork(self, length: int) -> KVCache:
         """Return another session's cache with a copy of the first `length` positions; this one is not changed.
 
-        Raises ValueError for more than is held, `CannotRollBack` where a running state stands elsewhere.
+        Raises ValueError for more than is held, `CannotRollBack` where a running state stands elsewhere, or a window's
+        rows before `length` are gone.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot fork at position {length}: the session holds {self.length}")
         stuck = self._stuck_at(length)
         if stuck is not None:
             raise CannotRollBack(f"layer {stuck} keeps a running state: it cannot be forked at {length}")
+        for window in self._windowed.values():
+            window.check(min(length, window.length))
         if length and self.memory_rows:
             raise CannotRollBack("a session with encoder states cannot be forked")
         other = KVCache(self.layout)
@@ -268,10 +179,14 @@ class KVCache(Cache):
         return more + sum(_size_bytes(layer) for layer in self.layers)
 
     @property
-    def bytes_per_position(self) -> int:
-        """What one more position takes in the layers used so far, in the long run."""
-        slabs = [layer for layer in self.layers if isinstance(layer, SlabLayer) and layer.capacity]
-        return sum(layer.size_bytes // layer.capacity for layer in slabs)
+    def position_bytes(self) -> dict[int | None, int]:
+        """What a position takes in the layers used so far, those of each window together (None: all that see all)."""
+        sizes: dict[int | None, int] = {}
+        for layer in self.layers:
+            if isinstance(layer, SlabLayer) and layer.capacity:
+                more = layer.size_bytes // layer.capacity
+                sizes[layer.window] = sizes.get(layer.window, 0) + more
+        return sizes
 
     @property
     def state_bytes(self) -> int:
@@ -293,7 +208,7 @@ class KVCache(Cache):
         """Return the number of keys that the layer will show in this step, and the position of the first."""
         layer = self.layers[layer_idx]
         window = layer.window if isinstance(layer, SlabLayer) else getattr(layer, "sliding_window", None)
-        return _visible(self._cursor.position, query_length, window)
+        return visible_keys(self._cursor.position, query_length, window)
 
     def position_ids(self, position: int, rows: int, device: torch.device) -> torch.Tensor:
         """Return the positions of a step's rows [1, rows]."""
@@ -326,6 +241,11 @@ class KVCache(Cache):
             number: 0
             for number, layer in enumerate(self.layers)
             if not isinstance(layer, SlabLayer | DummyLayer)
+        }
+        self._windowed = {
+            number: layer
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, SlabLayer) and layer.window is not None
         }
         self._sliding = [bool(getattr(layer, "is_sliding", False)) for layer in self.layers]
         self._linear = super().is_linear
@@ -360,17 +280,6 @@ class KVCache(Cache):
         self._states[number] = position
 
 
-def capacity_for(num_positions: int) -> int:
-    """Return how many positions the storage of so many has room for: it doubles."""
-    return max(MIN_CAPACITY, 1 << (num_positions - 1).bit_length())
-
-
-def _visible(position: int, rows: int, window: int | None) -> tuple[int, int]:
-    """Return how many keys a step of `rows` rows may look at, and the position of the first."""
-    first = 0 if window is None else max(position - window + 1, 0)
-    return position + rows - first, first
-
-
 def _new_layer(layer_type: str, settings: Mapping[str, Any], cursor: Cursor) -> Any:
     cls = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
     if cls is DynamicLayer:
@@ -378,14 +287,6 @@ def _new_layer(layer_type: str, settings: Mapping[str, Any], cursor: Cursor) -> 
     if cls is DynamicSlidingWindowLayer:
         return SlabLayer(cursor, settings["sliding_window"])
     return cls(**settings)
-
-
-def _enlarged(old: torch.Tensor | None, like: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
-    heads, dim = like.shape[1], like.shape[3]
-    new = torch.zeros((1, heads, capacity, dim), dtype=like.dtype, device=like.device)
-    if old is not None:
-        new.narrow(2, 0, length).copy_(old.narrow(2, 0, length))
-    return new
 
 
 def _size_bytes(layer: Any) -> int:

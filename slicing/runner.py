@@ -20,10 +20,11 @@ from slicing.batch import IsCancelled, SingleCalls, Work
 from slicing.block_slice import BlockSlice, Cancelled
 from slicing.branches import unfold
 from slicing.ends import Parts, needed_parameters
-from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache, capacity_for
+from slicing.kv_cache import CacheLayout, CannotRollBack, KVCache
 from slicing.miniature import CutReport, check_cut
 from slicing.model_kind import ModelKind, max_positions, shape_of
 from slicing.progress import Progress, no_progress
+from slicing.slab import capacity_for
 from slicing.stacks import (
     build_weightless,
     find_stack,
@@ -41,6 +42,7 @@ __all__ = ["Cancelled", "CannotRollBack", "KVCache", "Parts", "PlainRunner", "ma
 ALIGNMENT_BYTES = 64  # torch's own; kernels take another path (other bits) for rows at odd addresses
 MAX_AXES = 4  # of rotary positions: text, time, height and width
 MAX_HEAD_THREADS = 4  # a few cores take all that memory gives
+LONG_SESSION = 4096  # positions; a session of so many says what one takes, and is full
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -132,9 +134,14 @@ class PlainRunner(SingleCalls):
         return KVCache(self._layout) if self.is_causal else WholeTextCache()
 
     def cache_bytes(self, num_positions: int) -> int:
-        """Return what a session of so many positions takes in the held layers, the room to grow included."""
-        per_position, fixed, growing = self._session_sizes
-        return per_position * capacity_for(num_positions) + fixed + growing * num_positions
+        """Return what a session of so many positions takes in the held layers, the room to grow included.
+
+        Layers with a window take no more from some length on. A step of more than `slab.MAX_STEP_ROWS` rows takes more
+        in them while it is computed, as its other tensors do.
+        """
+        sizes, fixed, growing = self._session_sizes
+        slabs = sum(each * capacity_for(num_positions, window) for window, each in sizes.items())
+        return slabs + fixed + growing * num_positions
 
     def memory_bytes(self, num_rows: int) -> int:
         """Return what so many rows of encoder states take: they themselves, and what the held layers make of them."""
@@ -165,8 +172,9 @@ class PlainRunner(SingleCalls):
         """Run layers [start, end) on hidden states [rows, hidden], one session after the other.
 
         Raises `Cancelled` between two layers once `is_cancelled` turns true; a session can then be taken up again
-        at the same position. A position below a session's length overwrites what follows it; one above it raises
-        ValueError before anything is computed.
+        at the same position. A position below a session's length overwrites what follows it, or raises
+        `CannotRollBack` where a window or a running state is not there any more; one above it raises ValueError. Both
+        before anything is computed.
         """
         self._check_works(works, start, end)
         unfolded = unfold(works)
@@ -231,18 +239,19 @@ class PlainRunner(SingleCalls):
 
     @property
     def cache_bytes_per_position(self) -> int:
-        """What one position of one session takes in the held layers, in the long run."""
-        per_position, _, growing = self._session_sizes
-        return per_position + growing
+        """What one position of one session of `LONG_SESSION` takes in the held layers."""
+        sizes, _, growing = self._session_sizes
+        slabs = sum(each * capacity_for(LONG_SESSION, window) for window, each in sizes.items())
+        return slabs // LONG_SESSION + growing
 
     @cached_property
-    def _session_sizes(self) -> tuple[int, int, int]:
-        """Bytes per position of storage that doubles, of running states, and per position of what grows by the row.
+    def _session_sizes(self) -> tuple[Mapping[int | None, int], int, int]:
+        """Bytes per position of slabs by window, of running states, and per position of what grows by the row.
 
         Found by running two rows.
         """
         if not self.is_causal:
-            return 0, 0, 0
+            return {}, 0, 0
         cache = self.new_cache()
         row = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
         if self.takes_memory:
@@ -253,7 +262,7 @@ class PlainRunner(SingleCalls):
                 self.run_layers(cache, row, position, start=start, end=end)
             others.append(cache.state_bytes)
         growing = others[1] - others[0]
-        return cache.bytes_per_position, others[0] - growing, growing
+        return cache.position_bytes, others[0] - growing, growing
 
     @cached_property
     def _memory_bytes_per_row(self) -> int:

@@ -23,7 +23,6 @@ class WholeTextCache:
         """There is no encoder before this one."""
         return 0
 
-    bytes_per_position = 0
     state_bytes = 0
 
     def for_model(self) -> Any:

@@ -58,7 +58,7 @@ def test_only_layers_that_ran_take_memory_and_it_doubles() -> None:
     assert cache.size_bytes == MIN_CAPACITY * one
     write(cache, 3, 5, rows_of(MIN_CAPACITY))
     assert cache.size_bytes == 2 * MIN_CAPACITY * one
-    assert cache.bytes_per_position == one
+    assert cache.position_bytes == {None: one}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
