@@ -29,13 +29,8 @@ class ForkedState(ComputeState):
     fork: Fork | None = None
 
     def rewind(self, position: int) -> None:
-        fork, self.fork = self.fork, None
-        if fork is not None and position and self.cache.length == 0:
-            (made,) = fork.make(min(position, fork.length))
-            self.cache.close()
-            self.cache = made
-        elif fork is not None:
-            fork.give_up()  # the session begins with its first position after all
+        if self.fork is not None:
+            self._take_over(self.fork, position)
         ComputeState.rewind(self, position)
 
     def give_up(self) -> None:
@@ -43,6 +38,15 @@ class ForkedState(ComputeState):
         fork, self.fork = self.fork, None
         if fork is not None:
             fork.give_up()
+
+    def _take_over(self, fork: Fork, position: int) -> None:
+        self.fork = None
+        if position and self.cache.length == 0:
+            (made,) = fork.make(min(position, fork.length))
+            self.cache.close()
+            self.cache = made
+        else:
+            fork.give_up()  # the session begins with its first position after all
 
 
 class PrefixStore:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from node.step_job import StepJob
+from node.step_rows import RowsOfStep, decode_together
 from slicing.batch import Work
 from slicing.batching import Part
 
@@ -22,13 +23,28 @@ def run_steps(parts: Sequence[Part[StepJob]]) -> None:
     Raises what the model raises; the steps can then be computed again.
     """
     began = time.perf_counter()
-    ready = [(part.job, work) for part in parts if (work := part.job.begin(part.rows)) is not None]
-    if not ready:
+    jobs, works = _works(parts)
+    if not jobs:
         return
-    made = _compute([job for job, _ in ready], [work for _, work in ready])
-    batch_s, batch_rows = time.perf_counter() - began, sum(work.rows for _, work in ready)
-    for (job, work), rows in zip(ready, made, strict=True):
-        job.take(rows, work.rows, batch_s, batch_rows)
+    made = _compute(jobs, works)
+    counts = [work.rows for work in works]
+    batch_s, batch_rows = time.perf_counter() - began, sum(counts)
+    for job, rows, count in zip(jobs, made, counts, strict=True):
+        job.take(rows, count, batch_s, batch_rows)
+
+
+def _works(parts: Sequence[Part[StepJob]]) -> tuple[list[StepJob], list[Work]]:
+    """The jobs that have something to compute, and what. The rows of all are decoded at once where that can be."""
+    begun = [(part.job, rows) for part in parts if (rows := part.job.begin(part.rows))]
+    pieces = [RowsOfStep(job.step, job.entry, job.first_row, rows) for job, rows in begun]
+    decoded = decode_together(pieces, begun[0][0].runner) if begun else None
+    jobs, works = [], []
+    for number, (job, rows) in enumerate(begun):
+        work = job.work(rows, None if decoded is None else decoded[number])
+        if work is not None:
+            jobs.append(job)
+            works.append(work)
+    return jobs, works
 
 
 @torch.inference_mode()

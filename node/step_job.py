@@ -83,6 +83,7 @@ class StepJob:
     entry: HopEntry = field(init=False, repr=False)
     state: ComputeState = field(init=False, repr=False)
     lane: Lane = field(init=False, repr=False)
+    is_memory: bool = field(init=False)  # as the step says
     rows: int = field(init=False)  # still to compute; 0 once it is done or has failed
     output: Step | Answer | None = field(default=None, repr=False)
     error: RemoteError | None = None
@@ -96,12 +97,11 @@ class StepJob:
         self.attempt, self.entry = self.session.attempt, self.session.entry
         assert isinstance(self.session.state, ComputeState), "a session of calls has no steps"
         self.state = self.session.state
-        entry, runner = self.entry, self.runner
-        work = id(runner), entry.start, entry.end, entry.run_opening, entry.run_closing, self.step.is_memory
-        self.lane = Lane(
-            work, runner.max_works, runner.is_invariant and runner.is_causal and not self.step.is_memory
-        )
-        self.rows = MEMORY_ROWS if self.step.is_memory else self.step.rows
+        entry, runner, is_memory = self.entry, self.runner, self.step.is_memory
+        work = id(runner), entry.start, entry.end, entry.run_opening, entry.run_closing, is_memory
+        self.lane = Lane(work, runner.max_works, runner.is_invariant and runner.is_causal and not is_memory)
+        self.is_memory = is_memory
+        self.rows = MEMORY_ROWS if is_memory else self.step.rows
 
     @property
     def tenant(self) -> bytes:
@@ -117,7 +117,12 @@ class StepJob:
     @property
     def position(self) -> int:
         """Where the rows still to compute begin."""
-        return self.step.position + self._first_row // self.entry.branches
+        return self.step.position + self.first_row // self.entry.branches
+
+    @property
+    def first_row(self) -> int:
+        """The first of the step's rows still to compute; memory comes whole."""
+        return 0 if self.is_memory else self.step.rows - self.rows
 
     @property
     def size_bytes(self) -> int:
@@ -129,29 +134,35 @@ class StepJob:
         """What is left of the step's deadline, at least 1; 0 where it has none."""
         return left_ms(self.step, self.arrived)
 
-    def begin(self, rows: int) -> Work | None:
-        """Get the next rows, and what completes their last position, ready to be computed.
+    def begin(self, rows: int) -> int:
+        """Get ready to compute the next rows, and what completes their last position. Returns how many those are.
 
-        None where there is nothing to compute: memory is taken in, the job fails, or its attempt is over.
+        0 where there is nothing to compute: memory is taken in, the job fails, or its attempt is over.
         """
         if self.attempt.is_over:
             self.fail(WorkError(ErrorCode.STEP, "an earlier step failed"))
-            return None
+            return 0
         try:
             self._check_deadline()
-            if self.step.is_memory:
+            if self.is_memory:
                 self._take_memory()
-                return None
-            return self._work(min(self.rows, rows + -rows % self.entry.branches))
+                return 0
+            self.state.rewind(self.position)
+            return min(self.rows, rows + -rows % self.entry.branches)
         except (RemoteError, CannotRollBack) as error:
             self.fail(error)
-            return None
+            return 0
 
-    def _work(self, rows: int) -> Work:
-        step, entry, first = self.step, self.entry, self._first_row
-        self.state.rewind(self.position)
-        inputs = decode_rows(step, entry, self.runner, first, rows)
-        places = decode_places(step, entry, self.runner, first, rows)
+    def work(self, rows: int, inputs: torch.Tensor | None) -> Work | None:
+        """The next rows as they are computed; `inputs` where they are decoded already. None where the job fails."""
+        step, entry, first = self.step, self.entry, self.first_row
+        try:
+            if inputs is None:
+                inputs = decode_rows(step, entry, self.runner, first, rows)
+            places = decode_places(step, entry, self.runner, first, rows)
+        except RemoteError as error:
+            self.fail(error)
+            return None
         keep = self._kept(rows) if entry.run_closing else None
         return Work(self.state.cache, inputs, self.position, keep, places)
 
@@ -204,18 +215,9 @@ class StepJob:
         """Hand the job back on the event loop."""
         self.on_finish(self)
 
-    @property
-    def _first_row(self) -> int:
-        """Of those still to compute; memory comes whole."""
-        return 0 if self.step.is_memory else self.step.rows - self.rows
-
-    @property
-    def _draws(self) -> bool:
-        return self.state.sampler is not None
-
     def _kept(self, rows: int) -> list[int]:
         """The wanted rows among the next ones, counted from the first of those."""
-        first, branches = self._first_row, self.entry.branches
+        first, branches = self.first_row, self.entry.branches
         wanted = rows_of_frames(wanted_frames(self.step, branches), branches)
         return [row - first for row in wanted if first <= row < first + rows]
 
@@ -231,7 +233,7 @@ class StepJob:
         return told(error, self.session.name)
 
     def _roll_back(self) -> None:
-        if not self._first_row:
+        if not self.first_row:
             return
         try:
             self.state.rewind(self.step.position)
@@ -241,26 +243,33 @@ class StepJob:
     def _deliver(self) -> None:
         """Make the output of what all pieces made."""
         step, entry = self.step, self.entry
+        if entry.next_hop is not None:
+            payload = encode_rows(checked(self._take_made(), entry.hop + 1), entry.wire_out)
+            if entry.axes:
+                payload = join_payload(payload, split_payload(step.payload, step.rows, entry.axes)[1])
+            self.output = self._step_onward(payload)
+            return
         frames = wanted_frames(step, entry.branches)
         rows = rows_of_frames(frames, entry.branches)
         if entry.run_closing and not rows:
             if step.want is not Want.NONE:  # an acknowledgement
                 self.output = self._answer(b"", AnswerKind.HIDDEN_STATES, frames, 0)
             return
-        made = self._made[0] if len(self._made) == 1 else torch.cat(self._made)
-        self._made.clear()
-        if self._draws:
+        made = self._take_made()
+        if self.state.sampler is not None:
             payload, kind = self._choose(made, frames)
             self.output = self._answer(payload, kind, frames, len(frames))
-        elif entry.next_hop is not None:
-            _, positions = split_payload(step.payload, step.rows, entry.axes)
-            made_bytes = encode_rows(checked(made, entry.hop + 1), entry.wire_out)
-            self.output = self._step_onward(join_payload(made_bytes, positions))
         elif step.want is not Want.NONE:
             if len(rows) < len(made):  # a copy: a kept answer must not hold a whole prefill
                 made = made[list(rows)]
             payload = encode_rows(checked(made, entry.hop + 1), entry.wire_out)
             self.output = self._answer(payload, AnswerKind.HIDDEN_STATES, frames, len(rows))
+
+    def _take_made(self) -> torch.Tensor:
+        """What all pieces made, which is not kept any longer."""
+        made = self._made[0] if len(self._made) == 1 else torch.cat(self._made)
+        self._made.clear()
+        return made
 
     def _choose(self, logits: torch.Tensor, frames: Sequence[int]) -> tuple[Buffer, AnswerKind]:
         """Draw what comes after each of `frames` from its logits [frames * branches, (streams,) vocab]."""
@@ -285,7 +294,7 @@ class StepJob:
             payload,
             step.want,
             step.want_rows,
-            step.flags & ~StepFlag.TOKEN_IDS,
+            step.flags and step.flags & ~StepFlag.TOKEN_IDS,
             0,  # set when it is sent
             self._traces(),
         )
@@ -306,7 +315,7 @@ class StepJob:
         )
 
     def _traces(self) -> tuple[HopTrace, ...]:
-        if StepFlag.TRACE not in self.step.flags:
+        if not self.step.flags or StepFlag.TRACE not in self.step.flags:
             return ()
         trace = HopTrace(int(self.batches_s * 1e6), int(self.queue_s * 1e6), self.crypto_us)
         return (*self.step.traces, trace)

@@ -6,6 +6,7 @@ The only place of the node where bytes and tensors meet. Knows nothing of sessio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from routing.errors import ErrorCode, ProtocolError, RemoteError, WorkError
 from routing.frames import join_payload, memory_wire, split_payload
 from routing.types import WIDTHS, Buffer, HopEntry, Step, Want, WireDtype
 from slicing.batch import Runner
-from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
+from slicing.buffers import DTYPES, all_finite, float_rows, from_buffer, to_buffer
 
 TORCH_DTYPES = {dtype: DTYPES[dtype.name.lower()] for dtype in WIDTHS}
 
@@ -37,6 +38,32 @@ def rows_of_frames(frames: Sequence[int], branches: int) -> Sequence[int]:
     if branches == 1:
         return frames
     return [frame * branches + branch for frame in frames for branch in range(branches)]
+
+
+class RowsOfStep(NamedTuple):
+    """`rows` rows of a step from `first` on."""
+
+    step: Step
+    entry: HopEntry
+    first: int
+    rows: int
+
+
+def decode_together(pieces: Sequence[RowsOfStep], runner: Runner) -> list[torch.Tensor] | None:
+    """Rows of several steps [rows, hidden], as `decode_rows` makes them one by one.
+
+    None where those have to be looked at one by one: they travel as something other than what is computed with, or
+    some are no numbers.
+    """
+    if runner.dtype is not torch.float32:
+        return None
+    row_bytes = runner.hidden_size * WIDTHS[WireDtype.FLOAT32]
+    payloads = []
+    for step, entry, first, rows in pieces:
+        if entry.wire_in is not WireDtype.FLOAT32:
+            return None
+        payloads.append(memoryview(step.payload).cast("B")[first * row_bytes : (first + rows) * row_bytes])
+    return float_rows(payloads, runner.hidden_size)
 
 
 def decode_rows(step: Step, entry: HopEntry, runner: Runner, first: int, rows: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from app.engine.drafts import Drafter, kept_of
@@ -19,7 +20,7 @@ from routing.errors import ErrorCode, WorkError
 from routing.types import Answer, Buffer, WireDtype
 from slicing.batch import Runner, Work
 from slicing.batching import Lane
-from slicing.buffers import DTYPES, all_finite, from_buffer, to_buffer
+from slicing.buffers import DTYPES, all_finite, float_rows, from_buffer, to_buffer
 from slicing.sampler import raw_logprobs
 from slicing.token_scores import TokenScore, score_of, scores_of
 
@@ -207,24 +208,27 @@ class Turn(EndsJob):
     scores: list[TokenScore] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.rows = self._came.rows
+        self.rows = self.came.rows
 
     @property
-    def _came(self) -> Answer:
+    def came(self) -> Answer:
+        """What came back."""
         assert self.answer is not None
         return self.answer
 
-    def closing_work(self, runner: Runner, *, has_layers: bool) -> Work | None:
-        """The rows that came back, of which the last are drawn for. Raises WorkError where they are not finite.
+    def closing_work(self, runner: Runner, states: torch.Tensor | None, *, has_layers: bool) -> Work:
+        """The rows that came back, of which the last are drawn for; `states` where they are decoded already.
 
-        Without layers here nothing is kept of a session, and a row's place does not matter.
+        Without layers here nothing is kept of a session, and a row's place does not matter. Raises WorkError where
+        the rows are not finite.
         """
-        rows = self._came.rows
-        states = _arrived(self._came, self.wire_back, runner, 0, rows)
+        rows = self.came.rows
+        if states is None:
+            states = _arrived(self.came, self.wire_back, runner, 0, rows)
         keep = range(rows - 1 - len(self.drafts), rows)
         if not has_layers:
             return Work(self.session.closing, states, 0, keep=keep)
-        return self.session.work(self.session.closing, states, self._came.position, keep=keep)
+        return self.session.work(self.session.closing, states, self.came.position, keep=keep)
 
     def draw(self, logits: torch.Tensor, max_positions: int) -> None:
         """Draw row by row, each as if it came alone, while what is drawn equals the drafts. [1 + drafts, vocab]"""
@@ -244,7 +248,8 @@ class Turn(EndsJob):
         session, sampler, walk = self.session, self.session.sampler, self.session.walk
         if session.watched_ids:
             self.watched, session.watched_ids = raw_logprobs(logits[0], session.watched_ids), ()
-        for number, row in enumerate(logits):
+        for number in range(len(logits)):
+            row = logits[number]
             self.forced.append(walk is not None and walk.is_forced)
             token_id = sampler.sample(row if walk is None else walk.masked(row), self.position + number)
             if walk is not None:
@@ -264,7 +269,7 @@ class Turn(EndsJob):
         guessed = drafter.next(self.drawn, self.num_right, is_allowed=is_allowed, sharing=self.sharing)
         known = () if session.walk is None else session.walk.ahead(min(drafter.room, MAX_FORCED))
         self.next_drafts, session.knows_drafts = known or guessed, bool(known)
-        ids = torch.tensor([self.drawn[-1], *self.next_drafts], dtype=torch.int64)
+        ids = torch.from_numpy(np.array((self.drawn[-1], *self.next_drafts), np.int64))
         self.onward = self.session.work(self.session.opening, ids, position)
 
     def take(self, hidden_states: torch.Tensor) -> None:
@@ -272,6 +277,16 @@ class Turn(EndsJob):
         assert self.onward is not None
         tail = tail_of(self.session.places, self.onward.position, len(hidden_states))
         self.payload = _payload(hidden_states, self.wire_out) + tail
+
+
+def arrived_together(turns: Sequence[Turn], runner: Runner) -> list[torch.Tensor] | None:
+    """The rows that came back for several turns [rows, hidden], looked at in one go.
+
+    None where they have to be looked at one by one: some are not finite, or not what is computed with.
+    """
+    if runner.dtype is not torch.float32 or any(turn.wire_back is not WireDtype.FLOAT32 for turn in turns):
+        return None
+    return float_rows([turn.came.payload for turn in turns], runner.hidden_size)
 
 
 def _payload(hidden_states: torch.Tensor, wire: WireDtype) -> bytes:

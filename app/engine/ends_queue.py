@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from app.engine.ends_jobs import CloseRows, EndsJob, EndsSession, OpenRows, Turn
+from app.engine.ends_jobs import CloseRows, EndsJob, EndsSession, OpenRows, Turn, arrived_together
 from app.engine.turn_gate import TurnGate
 from routing.errors import WorkError
 from routing.types import SliceSpec
@@ -134,12 +134,8 @@ class EndsQueue:
 
     def _run_turns(self, turns: Sequence[Turn]) -> None:
         """Close, draw, open. Called again after an error, it draws nothing twice."""
-        closing = _works(
-            turns,
-            lambda turn: (
-                None if turn.drawn else turn.closing_work(self.runner, has_layers=self.has_last_layers)
-            ),
-        )
+        came = [turn for turn in turns if turn.answer is not None and not turn.drawn]
+        closing = self._closing_works(came) if came else []
         if closing:
             works = [work for _, work in closing]
             logits = self.runner.run_closing_batch(works, start=self._middle.end)
@@ -153,6 +149,15 @@ class EndsQueue:
                 turn.take(opened)
         for turn in turns:
             turn.rows = 0
+
+    def _closing_works(self, turns: Sequence[Turn]) -> list[tuple[Turn, Work]]:
+        """What came back for turns, without those that fail at it."""
+        arrived = arrived_together(turns, self.runner)
+        states = {} if arrived is None else dict(zip(turns, arrived, strict=True))
+        return _works(
+            turns,
+            lambda turn: turn.closing_work(self.runner, states.get(turn), has_layers=self.has_last_layers),
+        )
 
     def _draw(self, turn: Turn, logits: torch.Tensor) -> None:
         try:
@@ -175,13 +180,12 @@ class EndsQueue:
                 job.take(work.rows, rows)
 
 
-def _works(jobs: Iterable[SomeJob], work_of: Callable[[SomeJob], Work | None]) -> list[tuple[SomeJob, Work]]:
-    """Each job with its work, without those that have none and those that fail at it."""
+def _works(jobs: Iterable[SomeJob], work_of: Callable[[SomeJob], Work]) -> list[tuple[SomeJob, Work]]:
+    """Each job with its work, without those that fail at it."""
     works = []
     for job in jobs:
         try:
-            if (work := work_of(job)) is not None:
-                works.append((job, work))
+            works.append((job, work_of(job)))
         except WorkError as error:
             job.fail(error)
     return works

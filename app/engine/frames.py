@@ -108,12 +108,10 @@ class FrameTurn(Turn):
     def __post_init__(self) -> None:
         self.rows = self.branches
 
-    def closing_work(self, runner: Runner, *, has_layers: bool) -> Work | None:
-        """All branches' rows of the frame; None before the first. Raises WorkError where they are not finite."""
-        if self.answer is None:
-            return None
-        work = Turn.closing_work(self, runner, has_layers=has_layers)
-        return None if work is None else replace(work, keep=range(work.rows))
+    def closing_work(self, runner: Runner, states: torch.Tensor | None, *, has_layers: bool) -> Work:
+        """All branches' rows of the frame. Raises WorkError where they are not finite."""
+        work = Turn.closing_work(self, runner, states, has_layers=has_layers)
+        return replace(work, keep=range(work.rows))
 
     def draw(self, logits: torch.Tensor, max_positions: int) -> None:
         """Guide and draw a token of each stream from [branches, streams, vocab]."""

@@ -47,7 +47,10 @@ SHAPES = ((6, 4), (4, 4), (2, 4), (1, 4)) if IS_WIDE else ((6, 1), (4, 1), (2, 2
 MINUS_INFINITY = float("-inf")
 
 
-_tall, _middle, _low, _single = (tile(r.FP32, rows, panels, 2) for rows, panels in SHAPES)
+# Few rows wait for memory: while they compute, the next head's part of the page is fetched.
+_tall, _middle, _low, _single = (
+    tile(r.FP32, rows, panels, 2, fetches=rows < SHAPES[0][0]) for rows, panels in SHAPES
+)
 (TALLEST, TALL_PANELS), (_, MIDDLE_PANELS), (_, LOW_PANELS), (_, SINGLE_PANELS) = SHAPES
 
 

@@ -20,8 +20,7 @@ def look_up(table: PackedWeight, token_ids: NDArray[np.int64], factor: float) ->
     if table.form == "bf16":
         rows = (stored.astype(np.uint32) << 16).view(np.float32)
     elif table.scales is not None:
-        scales = np.repeat(table.scales[panels, :, lanes], GROUP, axis=1)[:, : table.columns]
-        rows = stored.astype(np.float32) * scales
+        rows = stored * table.scales[panels, :, lanes].repeat(GROUP, axis=1)[:, : table.columns]
     else:
         rows = stored.astype(np.float32)
     return rows if factor == 1.0 else rows * np.float32(factor)

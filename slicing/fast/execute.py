@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -40,10 +40,15 @@ POSITIONS_AT_ONCE = 1024  # what scratch grows by
 
 
 class Workspace:
-    """The memory that steps of one program work in: its buffers, its scratch and the records of the step."""
+    """The memory that steps of one program work in: its buffers, its scratch and the records of the step.
+
+    Records stay where they are from step to step, and what changes is written into them number by number through
+    memoryviews: between two steps the caches hold the weights, and numpy's way to a number is a long one then.
+    """
 
     def __init__(self, program: Program, max_threads: int = 1) -> None:
         self.program = program
+        self.program_address = program.address
         self.max_threads = max_threads
         self.cancel = np.zeros(1, np.uint8)  # set to 1 by another thread to end the step at the next layer
         self._capacity = 0
@@ -54,8 +59,21 @@ class Workspace:
         self._strides = np.array(program.widths, np.int64)
         self._addresses = np.zeros(len(program.widths), np.int64)
         self._scratch_addresses = np.zeros(max_threads, np.int64)
-        self._kept: list[NDArray[np.int64]] = []
         self.step = np.zeros(r.STEP_WORDS, np.int64)
+        self.step_address = int(self.step.ctypes.data)
+        self._words = self.step.data
+        for index, array in (
+            (r.STEP_BUFFERS, self._addresses),
+            (r.STEP_STRIDES, self._strides),
+            (r.STEP_CANCEL, self.cancel),
+            (r.STEP_BARRIER, self._barrier),
+            (r.STEP_SCRATCH, self._scratch_addresses),
+        ):
+            self.step[index] = array.ctypes.data
+        self._works = self._records(r.STEP_WORKS, r.WORK_WORDS)
+        self._row_work = self._records(r.STEP_ROW_WORK, 1)
+        self._row_position = self._records(r.STEP_ROW_POSITION, 1)
+        self._kept = self._records(r.STEP_KEPT, 1)
 
     @property
     def size_bytes(self) -> int:
@@ -66,61 +84,69 @@ class Workspace:
         """Return a buffer's rows [capacity, padded width]; valid until the next `begin`."""
         return self._buffers[number]
 
-    def begin(self, works: Sequence[StepWork], kept: Sequence[int] | None = None) -> int:
+    def begin(self, works: Sequence[StepWork], kept: Sequence[int] = ()) -> int:
         """Set up a step of some works' rows, one work after another, and return how many rows that is.
 
         `kept` are the rows of the step that a GATHER takes. Inputs are written into a buffer after this.
         """
-        table = np.zeros((max(1, len(works)), r.WORK_WORDS), np.int64)
-        rows = [work.rows for work in works]
-        firsts = np.cumsum([0, *rows])
-        for index, work in enumerate(works):
-            table[index, : r.WORK_TABLES + 1] = (work.position, work.rows, firsts[index], work.tables)
-        row_work = np.repeat(np.arange(len(works), dtype=np.int64), rows)
-        row_position = np.arange(firsts[-1], dtype=np.int64) + table[row_work, r.WORK_POSITION]
-        row_position -= table[row_work, r.WORK_FIRST_ROW]
-        self._reserve(int(firsts[-1]), max((work.position + work.rows for work in works), default=0))
-        self._kept = [table, row_work, row_position, np.array(kept if kept is not None else [], np.int64)]
-        self._write(len(works), int(firsts[-1]))
-        return int(firsts[-1])
-
-    def _write(self, num_works: int, rows: int) -> None:
-        table, row_work, row_position, kept = self._kept
-        step = self.step
-        step[r.STEP_ROWS], step[r.STEP_NUM_WORKS], step[r.STEP_NUM_KEPT] = rows, num_works, len(kept)
-        for index, array in (
-            (r.STEP_BUFFERS, self._addresses),
-            (r.STEP_STRIDES, self._strides),
-            (r.STEP_ROW_POSITION, row_position),
-            (r.STEP_ROW_WORK, row_work),
-            (r.STEP_WORKS, table),
-            (r.STEP_CANCEL, self.cancel),
-            (r.STEP_KEPT, kept),
-            (r.STEP_BARRIER, self._barrier),
-            (r.STEP_SCRATCH, self._scratch_addresses),
-        ):
-            step[index] = array.ctypes.data
-        step[r.STEP_SCRATCH_BYTES] = self._scratch_bytes
-        self._barrier[:] = 0
+        rows = positions = 0
+        for work in works:
+            rows += work.rows
+            positions = max(positions, work.position + work.rows)
+        self._reserve(rows, positions, len(works), len(kept))
+        self._write(works)
+        for index, row in enumerate(kept):
+            self._kept[index] = row
+        words = self._words
+        words[r.STEP_ROWS], words[r.STEP_NUM_WORKS], words[r.STEP_NUM_KEPT] = rows, len(works), len(kept)
+        self._barrier.fill(0)
         self.cancel[0] = 0
+        return rows
 
-    def _reserve(self, rows: int, positions: int) -> None:
-        """Grow the buffers to so many rows and the scratch to works of so many positions."""
+    def _write(self, works: Sequence[StepWork]) -> None:
+        """Write the table of works, and whose each row is and where it stands."""
+        table, row_work, row_position = self._works, self._row_work, self._row_position
+        row = 0
+        for index, work in enumerate(works):
+            at = index * r.WORK_WORDS
+            table[at + r.WORK_POSITION] = work.position
+            table[at + r.WORK_ROWS] = work.rows
+            table[at + r.WORK_FIRST_ROW] = row
+            table[at + r.WORK_TABLES] = work.tables
+            for position in range(work.position, work.position + work.rows):
+                row_work[row] = index
+                row_position[row] = position
+                row += 1
+
+    def _reserve(self, rows: int, positions: int, num_works: int, num_kept: int) -> None:
+        """Grow the buffers to so many rows, the scratch to works of so many positions, and the records."""
         if rows > self._capacity:
             self._buffers = []  # freed before what replaces them is taken
             self._buffers = [aligned_zeros((rows, width), np.float32) for width in self.program.widths]
             self._addresses[:] = [buffer.ctypes.data for buffer in self._buffers]
             self._capacity = rows
+            self._row_work = self._records(r.STEP_ROW_WORK, rows)
+            self._row_position = self._records(r.STEP_ROW_POSITION, rows)
+        if num_works * r.WORK_WORDS > len(self._works):
+            self._works = self._records(r.STEP_WORKS, num_works * r.WORK_WORDS)
+        if num_kept > len(self._kept):
+            self._kept = self._records(r.STEP_KEPT, num_kept)
         own = r.SCRATCH_PER_POSITION * (-(-positions // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE)
         needed = r.LINEAR_SCRATCH + r.OTHER_SCRATCH + own
         if needed > self._scratch_bytes:
             self._scratch = [aligned_zeros((needed,), np.uint8) for _ in range(self.max_threads)]
             self._scratch_addresses[:] = [part.ctypes.data for part in self._scratch]
             self._scratch_bytes = needed
+            self._words[r.STEP_SCRATCH_BYTES] = needed
+
+    def _records(self, index: int, count: int) -> memoryview:
+        """Return memory for `count` int64, whose address is in the step from now on; the view keeps it alive."""
+        made = np.zeros(count, np.int64)
+        self.step[index] = made.ctypes.data
+        return made.data
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """One session's rows in a step."""
 
     position: int  # of the first row
@@ -139,14 +165,15 @@ class Executor:
 
     def run(self, workspace: Workspace, *, start: int = 0, end: int | None = None, threads: int = 1) -> bool:
         """Run operations [start, end) of the workspace's program; False if the step was cancelled."""
-        program = workspace.program
-        threads = max(1, min(threads, workspace.max_threads))
+        last = workspace.program.num_ops if end is None else end
+        program, step = workspace.program_address, workspace.step_address
+        threads = min(threads, workspace.max_threads)
+        if threads <= 1:
+            return not execute(program, start, last, step, 0, 1)
         self._grow(threads)
-        last = program.num_ops if end is None else end
-        step = (program.address, start, last, int(workspace.step.ctypes.data))
         for t in range(1, threads):
-            self._tasks[t - 1].put((*step, t, threads))
-        cancelled = execute(*step, 0, threads)
+            self._tasks[t - 1].put((program, start, last, step, t, threads))
+        cancelled = execute(program, start, last, step, 0, threads)
         for _ in range(1, threads):
             self._done.get()
         return not cancelled

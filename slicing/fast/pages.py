@@ -63,10 +63,18 @@ class KVLayout:
             self._places.append((group, sizes[group], values_at))
             sizes[group] = values_at + slot.value_floats
         self.page_floats = tuple(sizes)  # of each group
+        self._groups_of: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def place(self, layer_slot: int) -> tuple[int, int, int]:
         """Return a slot's page group, and the first float of its keys and of its values inside a page."""
         return self._places[layer_slot]
+
+    def groups_of(self, first: int, last: int) -> tuple[int, ...]:
+        """Return the page groups of slots [first, last)."""
+        found = self._groups_of.get((first, last))
+        if found is None:
+            found = self._groups_of[first, last] = tuple(sorted(set(self.groups[first:last])))
+        return found
 
     def cache_bytes(self, positions: int) -> int:
         """Return what a session of so many positions takes at most, in steps of up to MAX_STEP_ROWS rows."""
@@ -151,7 +159,7 @@ class PageTable:
         self.pool = pool
         self.floats = floats
         self.pages: dict[int, Page] = {}
-        self.addresses = np.zeros(MIN_TABLE, np.int64)  # what kernels read; 0: no page
+        self._set_addresses(np.zeros(MIN_TABLE, np.int64))
         self._first = self._last = 0  # every page's number lies in [first, last)
 
     @property
@@ -194,11 +202,15 @@ class PageTable:
         if number >= len(self.addresses):
             grown = np.zeros(max(2 * len(self.addresses), number + 1), np.int64)
             grown[: len(self.addresses)] = self.addresses
-            self.addresses = grown
+            self._set_addresses(grown)
         self._first = min(self._first, number) if self.pages else number
         self._last = max(self._last, number + 1) if self.pages else number + 1
         self.pages[number] = page
         self.addresses[number] = page.address
+
+    def _set_addresses(self, addresses: NDArray[np.int64]) -> None:
+        self.addresses = addresses  # what kernels read; 0: no page
+        self.address = int(addresses.ctypes.data)
 
 
 class PagedCache:
@@ -212,7 +224,9 @@ class PagedCache:
         self.layout = layout
         self._tables = [PageTable(pool, floats) for floats in layout.page_floats]
         self._addresses = np.zeros(max(len(self._tables), 1), np.int64)
-        self._lengths = np.zeros(len(layout.slots), np.int64)  # positions written in each slot
+        # Where kernels find the address of each group's page table (int64 each); what is there changes in `reserve`.
+        self.tables_address = int(self._addresses.ctypes.data)
+        self._lengths = [0] * len(layout.slots)  # positions written in each slot
         self._floors = np.zeros(len(layout.slots), np.int64)  # the first position that each slot still holds
         self._groups = np.array(layout.groups, np.int64)
         # A window's reach is the number of positions before its row; 0 stands for no window.
@@ -224,40 +238,38 @@ class PagedCache:
     @property
     def length(self) -> int:
         """Positions held."""
-        return int(self._lengths.max()) if len(self._lengths) else 0
+        return max(self._lengths, default=0)
 
     @property
     def size_bytes(self) -> int:
         """Memory that the pages take; those shared with other sessions count here too."""
         return sum(table.size_bytes for table in self._tables)
 
-    @property
-    def tables_address(self) -> int:
-        """Where kernels find the address of each group's page table (int64 each); valid until the next `reserve`."""
-        return int(self._addresses.ctypes.data)
-
     def reserve(self, position: int, rows: int, first: int = 0, last: int | None = None) -> None:
         """Make positions [position, position + rows) of slots [first, last) writable; what follows them is forgotten.
 
         Raises ValueError where the position leaves a gap, `CannotRollBack` where a window's rows before it are freed.
         """
+        last = len(self._lengths) if last is None else last
         lengths = self._lengths[first:last]
-        held = int(lengths.min()) if len(lengths) else 0
-        if not 0 <= position <= held and len(lengths):
+        held = min(lengths, default=position)
+        if not 0 <= position <= held:
             raise ValueError(f"a step at position {position} leaves a gap: the session holds {held}")
         if self._any_window:
             self._check_windows(position, slice(first, last))
-        np.minimum(lengths, position, out=lengths)
+        self._lengths[first:last] = [position] * len(lengths)
         if position == 0:
             self._floors[first:last] = 0
         first_page, last_page = position // PAGE, num_pages(position + rows)
-        for group in set(self.layout.groups[first:last]):
-            self._tables[group].make_writable(first_page, last_page)
-        self._note_tables()
+        for group in self.layout.groups_of(first, last):
+            table = self._tables[group]
+            table.make_writable(first_page, last_page)
+            self._addresses[group] = table.address
 
     def advance(self, length: int, first: int = 0, last: int | None = None) -> None:
         """Note that slots [first, last) hold `length` positions now; free what no window can see any more."""
-        self._lengths[first:last] = length
+        last = len(self._lengths) if last is None else last
+        self._lengths[first:last] = [length] * len(self._lengths[first:last])
         if self._any_window:
             floors = self._floors[first:last]
             lowest = length - self._reaches[first:last] - 1 - ROLLBACK_ROWS
@@ -277,20 +289,19 @@ class PagedCache:
         """Forget everything from `position` on. Raises `CannotRollBack` where a window's rows before it are freed."""
         if not 0 <= position <= self.length:
             raise ValueError(f"cannot truncate to position {position}: the session holds {self.length}")
-        self._check_windows(position, self._lengths > position)
-        np.minimum(self._lengths, position, out=self._lengths)
+        if self._any_window:
+            self._check_windows(position, np.array(self._lengths) > position)
+        self._lengths = [min(length, position) for length in self._lengths]
         if position == 0:
             self._floors[:] = 0
         self._free()
 
     def can_fork(self, length: int) -> bool:
         """Whether `fork(length)` would succeed."""
-        used = self._lengths > 0
         if length == 0:
             return True
-        if not 0 < length <= int(self._lengths.min(initial=length, where=used)) or length > self.length:
-            return False
-        return self._holds(length, used)
+        used = [held for held in self._lengths if held]
+        return 0 < length <= min(used, default=0) and self._holds(length, np.array(self._lengths) > 0)
 
     def fork(self, length: int) -> PagedCache:
         """Return another session's cache that shares the pages of the first `length` positions.
@@ -303,14 +314,14 @@ class PagedCache:
         if length == 0:
             return other
         other._tables = [table.shared(num_pages(length)) for table in self._tables]
-        other._lengths[:] = np.minimum(self._lengths, length)
+        other._lengths = [min(held, length) for held in self._lengths]
         other._floors[:] = self._floors
         other._note_tables()
         return other
 
     def close(self) -> None:
         """Free the pages; the cache is empty afterwards."""
-        self._lengths[:] = 0
+        self._lengths = [0] * len(self._lengths)
         self._floors[:] = 0
         self._free()
 
@@ -336,13 +347,13 @@ class PagedCache:
         for group, table in enumerate(self._tables):
             first = 0
             if self.layout.windows[group] is not None:
-                used = (self._lengths > 0) & (self._groups == group)
+                used = (np.array(self._lengths) > 0) & (self._groups == group)
                 first = int(self._floors.min(initial=last * PAGE, where=used)) // PAGE
             table.keep(first, last)
 
     def _note_tables(self) -> None:
         for group, table in enumerate(self._tables):
-            self._addresses[group] = table.addresses.ctypes.data
+            self._addresses[group] = table.address
 
     def _pool_of_fork(self) -> PagePool:
         return self._tables[0].pool if self._tables else PagePool()

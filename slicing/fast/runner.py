@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from slicing.batch import IsCancelled, SingleCalls, Work
 from slicing.block_slice import Cancelled
+from slicing.buffers import float_array
 from slicing.ends import Parts
 from slicing.fast.composition import HIDDEN_BUFFER, Composition
 from slicing.fast.embedding import look_up
@@ -42,12 +44,15 @@ class Opening:
     factor: float = 1.0
     prelude: Prelude | None = field(default=None, repr=False)
 
-    def embed(self, token_ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Return hidden states [rows, hidden] of token ids [rows]."""
+    def embed(self, works: Sequence[Work]) -> list[FloatArray]:
+        """Return the hidden states [rows, hidden] of each work's token ids [rows] (int64)."""
         if self.prelude is not None:
-            return self.prelude(token_ids, position).float()
+            return [float_array(self.prelude(work.inputs, work.position)) for work in works]
         assert self.table is not None, "this runner does not hold the opening end"
-        return torch.from_numpy(look_up(self.table, token_ids.numpy(), self.factor))
+        token_ids = [work.inputs.numpy() for work in works]
+        rows = look_up(self.table, np.concatenate(token_ids), self.factor)
+        ends = itertools.accumulate(map(len, token_ids))
+        return [rows[end - len(own) : end] for own, end in zip(token_ids, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,28 @@ class ModelSizes:
     max_positions: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Rows [first, last) of a call's work in one step."""
 
-    index: int
+    work: int  # its number in the call
     first: int
     last: int
 
-    @property
-    def rows(self) -> int:
-        return self.last - self.first
+
+class _Place(NamedTuple):
+    """A kept row: its work, its number among what is kept of that, and its row in the step."""
+
+    work: int  # its number in the call
+    number: int
+    row: int
+
+
+class _Range(NamedTuple):
+    """Held layers [start, end), and where their keys and values lie; no layers: no slots."""
+
+    start: int
+    end: int
+    slots: tuple[int, int]
 
 
 class FastRunner(SingleCalls):
@@ -108,6 +124,7 @@ class FastRunner(SingleCalls):
         self._workspace = Workspace(composition.program, min(os.cpu_count() or 1, MAX_THREADS))
         self._executor = Executor()
         self._threads = threads
+        self._ranges: dict[tuple[int, int], _Range] = {}
 
     def set_threads(self, threads: int | None) -> None:
         """Compute with so many threads from now on; None: as many as torch uses in the calling thread."""
@@ -133,16 +150,11 @@ class FastRunner(SingleCalls):
         Input embeddings [rows, width] are taken as they are.
         """
         assert self.parts.opening, "this runner does not hold the opening end"
-        self._check(works, 0, end)
-        embedded = [
-            _floats(work.inputs)
-            if work.inputs.is_floating_point()
-            else self._opening.embed(work.inputs, work.position)
-            for work in works
-        ]
+        layers = self._check(works, 0, end)
+        inputs = self._embedded(works)
         if end == 0:
-            return embedded
-        return self._run(works, embedded, 0, end, is_cancelled)
+            return [torch.from_numpy(rows) for rows in inputs]
+        return self._run(works, inputs, layers, is_cancelled)
 
     def run_layers_batch(
         self, works: Sequence[Work], *, start: int, end: int, is_cancelled: IsCancelled | None = None
@@ -153,11 +165,10 @@ class FastRunner(SingleCalls):
         session can then be taken up again at the same position. Raises ValueError, before anything is computed, for a
         position above a cache's length, `CannotRollBack` for one whose window is not held any more.
         """
-        self._check(works, start, end)
-        inputs = [_floats(work.inputs) for work in works]
+        layers = self._check(works, start, end)
         if start == end:
-            return inputs
-        return self._run(works, inputs, start, end, is_cancelled)
+            return [torch.from_numpy(float_array(work.inputs)) for work in works]
+        return self._run(works, [float_array(work.inputs) for work in works], layers, is_cancelled)
 
     def run_closing_batch(
         self, works: Sequence[Work], *, start: int, is_cancelled: IsCancelled | None = None
@@ -167,15 +178,13 @@ class FastRunner(SingleCalls):
         With no layers to run (start == N) a session is neither read nor changed.
         """
         assert self.parts.closing, "this runner does not hold the closing end"
-        self._check(works, start, self.num_layers)
+        layers = self._check(works, start, self.num_layers)
         kept = [kept_rows(work.rows, work.keep) for work in works]
-        inputs = [_floats(work.inputs) for work in works]
+        inputs = [float_array(work.inputs) for work in works]
         if start < self.num_layers:
-            return self._run(works, inputs, start, self.num_layers, is_cancelled, kept)
-        chosen = [rows[numbers] for rows, numbers in zip(inputs, kept, strict=True)]
-        alone = [Work(None, rows, 0) for rows in chosen]
-        every = [list(range(len(rows))) for rows in chosen]
-        return self._run(alone, chosen, start, start, is_cancelled, every)
+            return self._run(works, inputs, layers, is_cancelled, kept)
+        chosen = [rows[own] for rows, own in zip(inputs, kept, strict=True)]
+        return self._run(works, chosen, layers, is_cancelled, [range(len(rows)) for rows in chosen])
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -183,117 +192,141 @@ class FastRunner(SingleCalls):
         many = MAX_STEP_ROWS * 2
         return (self.cache_bytes(2 * many) - self.cache_bytes(many)) // many
 
+    def _embedded(self, works: Sequence[Work]) -> list[FloatArray]:
+        """What goes into the first layer: token ids are looked up, embeddings are taken as they are."""
+        if not any(work.inputs.is_floating_point() for work in works):
+            return self._opening.embed(works)
+        return [
+            float_array(work.inputs) if work.inputs.is_floating_point() else self._opening.embed([work])[0]
+            for work in works
+        ]
+
     def _run(
         self,
         works: Sequence[Work],
-        inputs: Sequence[torch.Tensor],
-        start: int,
-        end: int,
+        inputs: Sequence[FloatArray],
+        layers: _Range,
         is_cancelled: IsCancelled | None,
         kept: Sequence[Sequence[int]] | None = None,
     ) -> list[torch.Tensor]:
-        """Run layers [start, end) on every row, and norm and head on the kept ones where `kept` is given.
+        """Run layers on the rows `inputs` of each work, and norm and head on the kept ones where `kept` is given.
 
-        The rows of all works follow each other; a step takes the next ones of them.
+        The rows of all works follow each other; a step takes the next ones of them. Each work is given memory of its
+        own: what is kept of one must not hold all.
         """
-        rows = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs))
-        counts = [work.rows for work in works]
-        wanted = None
-        if kept is not None:
-            firsts = itertools.accumulate(counts, initial=0)
-            wanted = np.array(
-                [first + row for first, own in zip(firsts, kept, strict=False) for row in own], int
-            )
-            counts = [len(own) for own in kept]
-        width = self.hidden_size if wanted is None else self.vocab_size
-        made = np.empty((sum(counts), width), np.float32)
-        first = 0
-        for pieces in _steps(works):
-            last = first + sum(piece.rows for piece in pieces)
-            here = (
-                slice(first, last) if wanted is None else np.flatnonzero((wanted >= first) & (wanted < last))
-            )
-            numbers = None if wanted is None else wanted[here] - first
-            self._begin(works, pieces, rows[first:last].numpy(), numbers, start, end)
-            if start < end:
-                self._run_layers(works, pieces, start, end, is_cancelled)
-            if numbers is None:
-                made[here] = self._workspace.buffer(HIDDEN_BUFFER)[: last - first, :width]
-            elif len(numbers):
+        if kept is None:
+            made = [np.empty((len(rows), self.hidden_size), np.float32) for rows in inputs]
+        else:
+            made = [np.empty((len(own), self.vocab_size), np.float32) for own in kept]
+        for pieces in _steps(inputs):
+            places = [] if kept is None else _places(pieces, kept)
+            self._begin(works, inputs, pieces, layers, [place.row for place in places])
+            self._run_layers(works, pieces, layers, is_cancelled)
+            if kept is None:
+                self._take_states(pieces, made)
+            elif places:
                 self._execute(self._composition.closing_start, self._composition.program.num_ops)
-                made[here] = self._workspace.buffer(self._composition.logits_buffer)[: len(numbers), :width]
-            first = last
-        return list(torch.from_numpy(made).split(counts))
+                self._take_logits(places, made)
+        return [torch.from_numpy(rows) for rows in made]
 
     def _begin(
         self,
         works: Sequence[Work],
+        inputs: Sequence[FloatArray],
         pieces: Sequence[_Piece],
-        rows: FloatArray,
-        kept: NDArray[np.int64] | None,
-        start: int,
-        end: int,
+        layers: _Range,
+        kept: Sequence[int],
     ) -> None:
-        """Make room in every cache, and write a step's rows [n, hidden] into the hidden buffer."""
+        """Make room in every cache, and write a step's rows into the hidden buffer."""
         steps = []
-        for piece in pieces:
-            work = works[piece.index]
-            position, tables = work.position + piece.first, 0
-            if start < end:
-                work.cache.reserve(position, piece.rows, *self._composition.slot_range(start, end))
-                tables = work.cache.tables_address
-            steps.append(StepWork(position, piece.rows, tables))
-        self._workspace.begin(steps, kept)  # type: ignore[arg-type]  # an array is a sequence of numbers
-        self._workspace.buffer(HIDDEN_BUFFER)[: len(rows), : self.hidden_size] = rows
+        for index, first, last in pieces:
+            position = tables = 0  # norm and head alone look at neither
+            if layers.start < layers.end:
+                cache, position = works[index].cache, works[index].position + first
+                cache.reserve(position, last - first, *layers.slots)
+                tables = cache.tables_address
+            steps.append(StepWork(position, last - first, tables))
+        self._workspace.begin(steps, kept)
+        hidden, row = self._workspace.buffer(HIDDEN_BUFFER), 0
+        for index, first, last in pieces:
+            hidden[row : row + last - first, : self.hidden_size] = inputs[index][first:last]
+            row += last - first
 
     def _run_layers(
         self,
         works: Sequence[Work],
         pieces: Sequence[_Piece],
-        start: int,
-        end: int,
+        layers: _Range,
         is_cancelled: IsCancelled | None,
     ) -> None:
         """Run layers in one go, or a few at a time where a step is long enough to be stopped."""
-        watches = is_cancelled is not None and sum(piece.rows for piece in pieces) >= CANCELLABLE_ROWS
-        stride = LAYERS_AT_ONCE if watches else end - start
+        start, end, slots = layers
+        if start == end:
+            return
+        if sum(last - first for _, first, last in pieces) < CANCELLABLE_ROWS:
+            is_cancelled = None
+        stride = end - start if is_cancelled is None else LAYERS_AT_ONCE
         for first in range(start, end, stride):
-            if watches and is_cancelled is not None and is_cancelled():
+            if is_cancelled is not None and is_cancelled():
                 raise Cancelled
             self._execute(*self._composition.operations(first, min(first + stride, end)))
-        slots = self._composition.slot_range(start, end)
-        for piece in pieces:
-            work = works[piece.index]
-            work.cache.advance(work.position + piece.last, *slots)
+        for index, _, last in pieces:
+            work = works[index]
+            work.cache.advance(work.position + last, *slots)
+
+    def _take_states(self, pieces: Sequence[_Piece], made: Sequence[FloatArray]) -> None:
+        """Copy what the layers made of a step's rows to where it is wanted."""
+        hidden, row = self._workspace.buffer(HIDDEN_BUFFER), 0
+        for index, first, last in pieces:
+            made[index][first:last] = hidden[row : row + last - first, : self.hidden_size]
+            row += last - first
+
+    def _take_logits(self, places: Sequence[_Place], made: Sequence[FloatArray]) -> None:
+        """Copy what norm and head made of a step's kept rows to where it is wanted."""
+        logits = self._workspace.buffer(self._composition.logits_buffer)
+        for at, (index, number, _) in enumerate(places):
+            made[index][number] = logits[at, : self.vocab_size]
 
     def _execute(self, first: int, last: int) -> None:
         threads = self._threads or torch.get_num_threads()
         self._executor.run(self._workspace, start=first, end=last, threads=threads)
 
-    def _check(self, works: Sequence[Work], start: int, end: int) -> None:
-        assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
-        if any(work.places is not None for work in works):
-            raise ValueError("positions are counted: rows bring none of their own")
+    def _check(self, works: Sequence[Work], start: int, end: int) -> _Range:
+        layers = self._range(start, end)
+        furthest = rows = 0
+        for work in works:
+            if work.places is not None:
+                raise ValueError("positions are counted: rows bring none of their own")
+            furthest = max(furthest, work.position + work.rows)
+            rows += work.rows
         if start == end:
-            return
-        slots = self._composition.slot_range(start, end)
-        furthest = max((work.position + work.rows for work in works), default=0)
+            return layers
         if furthest > self.max_positions:
             raise ValueError(f"a step to position {furthest}: the model has {self.max_positions}")
-        if sum(work.rows for work in works) > MAX_STEP_ROWS:  # in one step, taking the pages checks it
+        if rows > MAX_STEP_ROWS:  # in one step, taking the pages checks it
             for work in works:
-                work.cache.reserve(work.position, 0, *slots)
+                work.cache.reserve(work.position, 0, *layers.slots)
         self._composition.plans.skeleton.tables.fill(furthest)
+        return layers
+
+    def _range(self, start: int, end: int) -> _Range:
+        """Find layers, which are looked for the first time only."""
+        found = self._ranges.get((start, end))
+        if found is None:
+            assert self.parts.holds(start, end), f"this runner holds {self.parts}, not layers {start}:{end}"
+            slots = self._composition.slot_range(start, end) if start < end else (0, 0)
+            found = self._ranges[start, end] = _Range(start, end, slots)
+        return found
 
 
-def _steps(works: Sequence[Work]) -> Iterator[list[_Piece]]:
+def _steps(inputs: Sequence[FloatArray]) -> Iterator[list[_Piece]]:
     """Cut a call into steps of at most MAX_STEP_ROWS rows, one work after the other."""
     step: list[_Piece] = []
     room = MAX_STEP_ROWS
-    for index, work in enumerate(works):
-        first, rows = 0, work.rows
-        while first < rows:
-            last = min(rows, first + room)
+    for index, rows in enumerate(inputs):
+        first, end = 0, len(rows)
+        while first < end:
+            last = min(end, first + room)
             step.append(_Piece(index, first, last))
             room -= last - first
             first = last
@@ -304,5 +337,12 @@ def _steps(works: Sequence[Work]) -> Iterator[list[_Piece]]:
         yield step
 
 
-def _floats(rows: torch.Tensor) -> torch.Tensor:
-    return rows.detach().to(device="cpu", dtype=torch.float32)
+def _places(pieces: Sequence[_Piece], kept: Sequence[Sequence[int]]) -> list[_Place]:
+    """Find the kept rows that are in a step."""
+    places, begin = [], 0
+    for index, first, last in pieces:
+        for number, row in enumerate(kept[index]):
+            if first <= row < last:
+                places.append(_Place(index, number, begin + row - first))
+        begin += last - first
+    return places

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from node import step_job
+from node import step_batch, step_job
 from node.history import History
 from node.openings import Openings
 from node.outbox import Outbox
@@ -104,7 +104,7 @@ def fails(*_: Any, **__: Any) -> Any:
         (Scheduler, "submit"),
         (History, "add"),
         (Outbox, "put"),
-        (step_job, "decode_rows"),
+        (step_batch, "decode_together"),
         (step_job, "encode_rows"),
         (step_job, "checked"),
     ],

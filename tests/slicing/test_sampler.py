@@ -48,6 +48,26 @@ def test_shortlist_breaks_ties_by_lower_id() -> None:
     assert values.tolist() == [1, 1, 1, 0, 0]
 
 
+@given(
+    seed=st.integers(0, 1000),
+    num=st.sampled_from([1, 8, 60, 256, 2000]),
+    step=st.sampled_from([0.0, 0.25, 4.0]),
+    num_forbidden=st.sampled_from([0, 2000, 2990]),
+    is_sorted=st.booleans(),
+)
+def test_the_best_of_a_long_row_are_found_however_they_lie(
+    seed: int, num: int, step: float, num_forbidden: int, is_sorted: bool
+) -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(seed))
+    logits = (logits / step).round() * step if step else logits  # ties
+    logits[torch.randperm(3000, generator=torch.Generator().manual_seed(seed))[:num_forbidden]] = -torch.inf
+    logits = logits.sort(descending=True).values if is_sorted else logits
+    ids, values = Sampler(SamplingParams(), 3000).shortlist(logits, num)
+    expected = sorted(range(3000), key=lambda token_id: (-float(logits[token_id]), token_id))[:num]
+    assert ids.tolist() == expected
+    assert torch.equal(values, logits[expected])
+
+
 def test_shortlist_of_a_small_vocabulary_is_all_of_it() -> None:
     assert Sampler(SamplingParams(), 5).shortlist(LOGITS)[0].tolist() == [1, 2, 0, 4, 3]
 

@@ -20,7 +20,7 @@ def run(
     inputs: Mapping[int, Array],
     *,
     threads: int = 1,
-    kept: Sequence[int] | None = None,
+    kept: Sequence[int] = (),
 ) -> int:
     """Run a step with buffers [rows, width] set to the inputs; return its rows."""
     rows = workspace.begin(works, kept)

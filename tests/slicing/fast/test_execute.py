@@ -92,6 +92,19 @@ def test_rows_know_their_work_and_position(executor) -> None:
     assert works[r.WORK_WORDS : r.WORK_WORDS + r.WORK_TABLES + 1] == [0, 3, 2, 22]
 
 
+def test_records_hold_the_step_at_hand_whatever_came_before(executor) -> None:
+    workspace = Workspace(doubling(1))
+    workspace.begin([StepWork(0, 2)] * 20, kept=range(40))
+    workspace.begin([StepWork(9, 1, tables=5), StepWork(3, 2, tables=6)], kept=[2])
+    step = workspace.step
+    assert step[[r.STEP_ROWS, r.STEP_NUM_WORKS, r.STEP_NUM_KEPT]].tolist() == [3, 2, 1]
+    assert read(step[r.STEP_ROW_POSITION], 3) == [9, 3, 4]
+    assert read(step[r.STEP_ROW_WORK], 3) == [0, 1, 1]
+    assert read(step[r.STEP_KEPT], 1) == [2]
+    works = read(step[r.STEP_WORKS], 2 * r.WORK_WORDS)
+    assert works[r.WORK_WORDS : r.WORK_WORDS + r.WORK_TABLES + 1] == [3, 2, 1, 6]
+
+
 def test_after_a_gather_only_the_kept_rows_are_worked_on(executor) -> None:
     builder = ProgramBuilder()
     src, dst = builder.buffer(16), builder.buffer(16)

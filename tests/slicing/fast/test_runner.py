@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from slicing.batch import Work
 from slicing.block_slice import Cancelled
 from slicing.ends import Parts
 from slicing.fast.check import learn_checked
+from slicing.fast.embedding import look_up
 from slicing.fast.loading import ModelTensors, build_runner, load_fast
 from slicing.fast.packed_layer import Packing
 from slicing.fast.packing import Form
@@ -149,6 +151,31 @@ def test_kept_rows_come_in_the_order_asked_for(fast: FastRunner) -> None:
     some = fast.run_closing(fast.new_cache(), states, 0, start=4, keep=keep)
     assert torch.equal(some, every[keep])
     assert fast.run_closing(fast.new_cache(), states, 0, start=4, keep=()).shape == (0, VOCAB_SIZE)
+
+
+def test_the_tokens_of_a_call_are_looked_up_in_one_go(
+    fast: FastRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counting(table: Any, token_ids: Any, factor: float) -> Any:
+        calls.append(len(token_ids))
+        return look_up(table, token_ids, factor)
+
+    monkeypatch.setattr("slicing.fast.runner.look_up", counting)
+    ids = [token_ids(rows, seed=rows) for rows in (1, 3, 1)]
+    made = fast.run_opening_batch([Work(fast.new_cache(), own, 0) for own in ids], end=2)
+    assert calls == [5]
+    for own, rows in zip(ids, made, strict=True):
+        assert torch.equal(rows, fast.run_opening(fast.new_cache(), own, 0, end=2))
+
+
+def test_what_is_made_for_one_session_does_not_hold_the_rows_of_others(fast: FastRunner) -> None:
+    works = [Work(fast.new_cache(), states_of(rows), 0) for rows in (1, 40)]
+    states = fast.run_layers_batch(works, start=0, end=6)
+    logits = fast.run_closing_batch(works, start=NUM_LAYERS)
+    for made in (*states, *logits):
+        assert made.untyped_storage().nbytes() == made.nbytes
 
 
 def test_the_head_alone_reads_no_session(fast: FastRunner) -> None:
