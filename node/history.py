@@ -92,14 +92,15 @@ class History:
 
     def add(self, step: Step, output: Output, wire: WireDtype) -> None:
         """A step was computed; rows at and after its position are overwritten by it, memory never."""
-        if not step.is_memory:
+        is_memory = step.is_memory
+        if not is_memory:
             self._cut(step.position)
         is_due, end = step.want is not Want.NONE, step.end(self._branches)
-        done = DoneStep(step.step, step.position, step.rows, wire, is_due, output, end, step.is_memory)
+        done = DoneStep(step.step, step.position, step.rows, wire, is_due, output, end, is_memory)
         self._steps.append(done)
         self._resize(done.size_bytes)
-        too_many = self.num_held if self._max_outputs is None else self._max_outputs
-        while self.size_bytes > self._max_bytes or self.num_held > too_many:
+        most = len(self._steps) if self._max_outputs is None else self._max_outputs
+        while self.size_bytes > self._max_bytes or len(self._steps) - self._first_held > most:
             self.let_go()
         self._budget.trim()
 
@@ -164,7 +165,8 @@ class History:
         keep = len(self._steps)
         while keep and not self._steps[keep - 1].is_memory and self._steps[keep - 1].position >= position:
             keep -= 1
-        self._drop_after(keep)
+        if keep < len(self._steps):
+            self._drop_after(keep)
         if self._steps and self._steps[-1].end > position:
             last = self._steps[-1]
             before = last.size_bytes

@@ -38,6 +38,7 @@ class ReturnPath:
         The message is lost when no link leads there: the gateway asks again on its next route.
         """
         link = self.gateway_link(session)
+        session.returned_on = link
         if link is None:
             link = session.upstream
             if link is not None and isinstance(message, Answer) and session.entry.next_hop is None:
@@ -84,9 +85,10 @@ class ReturnPath:
     def gateway_link(self, session: Session) -> Link | None:
         """The best live link that the session's gateway has with us: one that is not silent, direct, the newest."""
         assert self._endpoint is not None
-        links = [link for link in self._endpoint.links_to(session.entry.gateway_id) if not link.is_closed]
-        if len(links) == 1:
+        links = self._endpoint.links_to(session.entry.gateway_id)
+        if len(links) == 1 and not links[0].is_closed:
             return links[0]
+        links = [link for link in links if not link.is_closed]
         return next(
             (link for link in links if link.silent_for_s < STALE_AFTER_S), links[0] if links else None
         )

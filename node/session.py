@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from routing.link import Link
 
 
+_CALL, _TOKEN_IDS = int(StepFlag.CALL), int(StepFlag.TOKEN_IDS)  # plain numbers: to ask an IntFlag is slow
+
+
 class Admission(Enum):
     """What to do with a step that breaks no rule."""
 
@@ -122,6 +125,7 @@ class Session:
     pending: Pending = field(default_factory=Pending, repr=False)
     parts: Assembly | None = field(default=None, repr=False)  # of the call that arrives now
     parts_of: int = 0  # its number
+    returned_on: Link | None = field(default=None, repr=False)  # the gateway's own link, at the last answer
     orphan_since: float | None = None
     done: Done = field(default_factory=Done, repr=False)
     trace: SessionSpans | None = field(default=None, repr=False)  # None: nobody traces it
@@ -251,12 +255,13 @@ class Session:
             raise ProtocolError(ErrorCode.TOO_BIG, f"call {step.position + 1} of at most {limit}")
 
     def _check_step(self, step: Step, hidden_size: int, max_rows: int) -> None:
-        if (StepFlag.CALL in step.flags) is not self.entry.calls:
+        flags = int(step.flags)
+        if bool(flags & _CALL) is not self.entry.calls:
             raise ProtocolError(ErrorCode.MALFORMED, "calls and hidden states are confused")
         if self.entry.calls:
             self._check_call(step)
             return
-        if (StepFlag.TOKEN_IDS in step.flags) is not (self.entry.run_opening and not step.is_memory):
+        if bool(flags & _TOKEN_IDS) is not (self.entry.run_opening and not step.is_memory):
             raise ProtocolError(ErrorCode.MALFORMED, "token ids and hidden states are confused")
         if not 1 <= step.rows <= max_rows:
             raise ProtocolError(ErrorCode.TOO_BIG, f"{step.rows} rows; a step takes 1 to {max_rows}")

@@ -37,6 +37,7 @@ MAX_PENDING_IN_ALL = 1 << 30
 MAX_PENDING_CALLS = (
     64  # of a session: patches of a step and the branches' next ones; their bytes are counted besides
 )
+_TRACE = int(StepFlag.TRACE)
 SomeOutput = TypeVar("SomeOutput", Step, Answer)
 
 
@@ -80,11 +81,12 @@ class StepFlow:
         job: StepJob | CallJob
         if not session.entry.calls:
             self._check_pending(session, step)
-            if step.position and not held.layers.is_causal:
+            layers = held.layers
+            if step.position and not layers.is_causal:
                 raise ProtocolError(
                     ErrorCode.MALFORMED, "a step that is no whole text, where each row sees all"
                 )
-            job = StepJob(session, step, held.layers, self._finish, arrived, crypto_us)
+            job = StepJob(session, step, layers, self._finish, arrived, crypto_us)
             if admission is Admission.RUN:
                 self._reserve(session, step)
         elif admission is Admission.REPEAT:
@@ -278,8 +280,9 @@ class StepFlow:
     def _send_onward(self, session: Session, step: Step, wire: WireDtype, gone: Gone | None = None) -> None:
         """Send a step to the next hop, on the present route and in its element type."""
         assert session.next_link is not None
-        entry, axes = session.entry, 0 if step.is_memory else session.entry.axes
+        entry = session.entry
         if wire is not entry.wire_out:
+            axes = 0 if step.is_memory else entry.axes
             step = replace(step, payload=in_wire(step.payload, step.rows, axes, wire, entry.wire_out))
         step = _of_epoch(step, session)
         for part in parts_of(step) if session.entry.calls else (step,):
@@ -289,12 +292,14 @@ class StepFlow:
                 self._returns.report(session, step.step, error)
 
     def _hold(self, job: StepJob | CallJob) -> None:
-        job.session.pending.add(job.size_bytes)
-        self._count_pending(job, job.size_bytes)
+        size_bytes = job.size_bytes
+        job.session.pending.add(size_bytes)
+        self._count_pending(job, size_bytes)
 
     def _release(self, job: StepJob | CallJob) -> None:
-        job.session.pending.remove(job.size_bytes)
-        self._count_pending(job, -job.size_bytes)
+        size_bytes = job.size_bytes
+        job.session.pending.remove(size_bytes)
+        self._count_pending(job, -size_bytes)
 
     def _count_pending(self, job: StepJob | CallJob, more: int) -> None:
         """Calls may be far larger than steps; the memory budget counts them, so steps keep the limit to themselves."""
@@ -305,9 +310,9 @@ class StepFlow:
 
     def _crypto_us(self, session: Session, link: Link, step: Step) -> int:
         """Opening this step, and sealing the last message that went the way its output will go."""
-        if StepFlag.TRACE not in step.flags:
+        if not int(step.flags) & _TRACE:
             return 0
-        onward = session.next_link or self._returns.gateway_link(session) or link
+        onward = session.next_link or session.returned_on or link
         return int(link.last_open_us + onward.last_seal_us)
 
     def _count(self, job: StepJob | CallJob) -> None:

@@ -36,10 +36,12 @@ class ChainTimes:
         """Count an answer that came at `now` (time.perf_counter())."""
         took_s = max(0.0, now - sent.sent_at)
         waited_s = max(0.0, now - max(sent.sent_at, self.counted_until))  # chunks travel together
-        traces = answer.traces[: sent.num_hops]
-        compute_s = sum(trace.compute_us for trace in traces) / 1e6
-        queue_s = sum(trace.queue_us for trace in traces) / 1e6
-        crypto_s = sum(trace.crypto_us for trace in traces) / 1e6
+        compute_us = queue_us = crypto_us = 0
+        for trace in answer.traces[: sent.num_hops]:
+            compute_us += trace.compute_us
+            queue_us += trace.queue_us
+            crypto_us += trace.crypto_us
+        compute_s, queue_s, crypto_s = compute_us / 1e6, queue_us / 1e6, crypto_us / 1e6
         claimed_s = compute_s + queue_s + crypto_s
         share = min(1.0, took_s / claimed_s) if claimed_s else 1.0  # nobody worked longer than we waited
         self.compute_s += compute_s * share
@@ -51,7 +53,7 @@ class ChainTimes:
         self.steps += 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SentStep:
     """One sending of a recorded step, on one route."""
 

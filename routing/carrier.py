@@ -34,7 +34,9 @@ class Carrier:
         for _ in range(BURST):
             if not self.websocket.is_writable:
                 return False
-            frame = self.mux.next_frame() or self.mux.next_credit()
+            frame = self.mux.next_frame()
+            if frame is None and self.mux.may_owe_credit:
+                frame = self.mux.next_credit()
             if frame is None:
                 return False
             self._write(frame)

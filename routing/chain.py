@@ -109,6 +109,11 @@ class Chain:
         return self._live.route if self._live else None
 
     @property
+    def path(self) -> tuple[NodeId, ...] | None:
+        """The nodes of the present route, in order; None before the first."""
+        return self._live.path if self._live else None
+
+    @property
     def first_wire(self) -> WireDtype:
         """The element type that the first hop takes. Other routes keep it, if their first hop speaks it."""
         assert self._live is not None
@@ -194,11 +199,11 @@ class Chain:
         self._recording.add(recorded)
         live = self._live
         if live is not None and live.is_live:  # else the next route will send it
-            async with _within(deadline_s if len(recorded.payload) > live_route.SMALL_BYTES else None):
-                try:
-                    await live.send(recorded)
-                except RemoteError as error:
-                    live.note(live.seen(error, 0))
+            if deadline_s is None or len(recorded.payload) <= live_route.SMALL_BYTES:
+                await _send_over(live, recorded)
+            else:
+                async with _limited(deadline_s):
+                    await _send_over(live, recorded)
         return recorded
 
     async def send_call(
@@ -230,10 +235,10 @@ class Chain:
         Raises NoRouteError when no replica is left, WorkError DEADLINE when the time is over, or the RemoteError
         that no replay can mend; of a call of blocks also CannotRemake.
         """
-        async with _within(deadline_s):
+        if deadline_s is None:
             answer = await self._arrived(recorded)
-            while recorded.is_call and (text := await wrong_with(answer, recorded)):
-                await self._ask_again(recorded, text)
+        else:
+            async with _limited(deadline_s):
                 answer = await self._arrived(recorded)
         recorded.answer = None  # not kept: a long session's answers are as large as its steps
         if recorded.is_call:
@@ -242,11 +247,16 @@ class Chain:
         return answer
 
     async def _arrived(self, recorded: RecordedStep) -> Answer:
-        assert recorded.answer is not None
-        assert self._live is not None
-        while (trouble := await self._live.wait(recorded.answer)) is not None:
-            await self._recover(trouble)
-        return recorded.answer.result()
+        """The answer; of a call, one that is right as far as can be seen."""
+        while True:
+            assert recorded.answer is not None
+            assert self._live is not None
+            while (trouble := await self._live.wait(recorded.answer)) is not None:
+                await self._recover(trouble)
+            answer = recorded.answer.result()
+            if not recorded.is_call or not (text := await wrong_with(answer, recorded)):
+                return answer
+            await self._ask_again(recorded, text)
 
     async def _ask_again(self, recorded: RecordedStep, text: str) -> None:
         """The answer of a call is wrong: have it made by others, or over the route that took over meanwhile."""
@@ -311,8 +321,8 @@ class Chain:
 
     def _note_progress(self, epoch: int) -> None:
         """An answer came over the route of this epoch, and is right as far as can be seen."""
-        route = self.route if epoch == self.epoch else None
-        nodes = frozenset(hop.address.node_id for hop in route.hops) if route else frozenset()
+        live = self._live
+        nodes = live.nodes if live is not None and epoch == self.epoch else frozenset()
         self._blame.note_progress(nodes, time.monotonic())
         self._is_proved, self._starts_over = True, False
 
@@ -586,6 +596,13 @@ class Chain:
         proof = sealing.proof(self._route_key, purpose, self.session_id, epoch)
         for node_id in nodes:
             self._switch.deliver(node_id, Cancel(self.session_id, epoch, proof))
+
+
+async def _send_over(live: LiveRoute, recorded: RecordedStep) -> None:
+    try:
+        await live.send(recorded)
+    except RemoteError as error:
+        live.note(live.seen(error, 0))
 
 
 def _within(deadline_s: float | None) -> AbstractAsyncContextManager[None]:

@@ -175,6 +175,8 @@ class Endpoint:
     def links_to(self, node_id: NodeId) -> list[Link]:
         """Return the live links to a node: direct ones first, then newest first."""
         newest_first = self._links.get(node_id, [])[::-1]
+        if len(newest_first) <= 1:
+            return newest_first
         return [
             link for is_relayed in (False, True) for link in newest_first if link.is_relayed == is_relayed
         ]

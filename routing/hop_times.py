@@ -33,7 +33,9 @@ class HopTimes:
         """Count the answer of one step, `took_s` after it was sent."""
         traces = believable(answer.traces[: len(hops)], took_s * 1000)
         for hop, trace in zip(hops, traces, strict=False):
-            time = self.by_node.setdefault(hop.address.node_id, HopTime(hop.spec))
+            time = self.by_node.get(hop.address.node_id)
+            if time is None:
+                time = self.by_node[hop.address.node_id] = HopTime(hop.spec)
             time.spec = hop.spec
             time.steps += 1
             time.compute_s += trace.compute_us / 1e6

@@ -44,6 +44,7 @@ from routing.wire import decode, encode, lane
 logger = logging.getLogger(__name__)
 
 _CODE = struct.Struct(">H")
+_WHOLE = int(WHOLE)
 _CONTROL_LANE = b"\0link"
 OVERRUN_S = 1.0  # how long too many messages may wait: more than a loop's turn, less than memory for a flood
 
@@ -99,6 +100,7 @@ class Link:
         self._receiver = receiver
         self._host = host
         self.relay_id: NodeId | None = carrier.websocket.relay_id  # the sentinel between, if there is one
+        self.is_relayed = self.relay_id is not None
         max_payload = MAX_PAYLOAD if self.relay_id is None else MAX_INNER_RECORD - OVERHEAD
         sealer = Sealer(secured.sending, is_padded=terms.is_padded, max_payload=max_payload)
         self._outbox = Outbox(sealer, secured.capabilities.max_message)
@@ -114,6 +116,7 @@ class Link:
         self._set_timer(self._heartbeat.next_check)
         self._pump_handle: asyncio.Handle | None = None
         self._pongs: dict[bytes, asyncio.Future[float]] = {}
+        self.is_closed = False  # the link is over, for whatever reason
         self._over: asyncio.Future[RemoteError | None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._open_ns = 0
@@ -133,16 +136,6 @@ class Link:
         return f"Link({self.peer_id.hex()[:8]}, {'closed' if self.is_closed else 'open'})"
 
     # --- what callers use
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether it runs through a sentinel."""
-        return self.relay_id is not None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the link is over, for whatever reason."""
-        return self._over.done()
 
     @property
     def rtt_ms(self) -> float | None:
@@ -176,7 +169,7 @@ class Link:
         Raises `LinkError` when the link is closed or dies meanwhile, and `ProtocolError` TOO_BIG when the peer
         takes no message of this size. Cancelling takes back what has not left.
         """
-        outgoing = self._push(message, None)
+        outgoing = self._push(message)
         if not outgoing.is_done:
             await self._wait_gone(outgoing)
         if self.is_closed and outgoing.sent < outgoing.size:
@@ -184,8 +177,14 @@ class Link:
 
     def post(self, message: Message, gone: Callable[[], object] | None = None) -> None:
         """Send without waiting: what there is no credit for is queued. `gone` is called when it has left, or
-        never will. Watch `waiting_bytes`. Raises like `send`."""
-        self._push(message, None if gone is None else functools.partial(self._loop.call_soon, gone))
+        never will: at once, or in a later turn of the loop. Watch `waiting_bytes`. Raises like `send`."""
+        outgoing = self._push(message)
+        if gone is None:
+            return
+        if outgoing.is_done:
+            gone()
+        else:
+            outgoing.gone = functools.partial(self._loop.call_soon, gone)
 
     async def ping(self) -> float:
         """Measure and return the round trip in ms; raise `LinkError` when the link dies meanwhile."""
@@ -263,21 +262,23 @@ class Link:
         kind, buffers = encode(message)
         self.counters.messages_sent[type(message).__name__] += 1
         outgoing = self._outbox.push(kind, lane(message), buffers)
-        self._check_overrun()
+        if self._outbox.may_be_overrun:
+            self._check_overrun()
         return outgoing
 
     # --- the way out
 
-    def _push(self, message: Message, gone: Callable[[], object] | None) -> Outgoing:
+    def _push(self, message: Message) -> Outgoing:
         if self.is_closed:
             raise self._closed_error()
         started = time.perf_counter_ns()
         kind, buffers = encode(message)
-        outgoing = self._outbox.push(kind, lane(message), buffers, gone)
+        outgoing = self._outbox.push(kind, lane(message), buffers)
         self.counters.messages_sent[type(message).__name__] += 1
         encode_ns = time.perf_counter_ns() - started
         self._pump()
-        self._check_overrun()
+        if self._outbox.may_be_overrun:
+            self._check_overrun()
         self.last_seal_us = (encode_ns + outgoing.seal_ns) / 1000
         return outgoing
 
@@ -344,7 +345,8 @@ class Link:
                     raise ProtocolError(ErrorCode.STATE, "a handshake frame after the handshake")
         except RemoteError as error:
             self._fail(error)
-        self._pump()
+        if self._outbox.num_waiting or self.side.live or self._carrier.mux.has_own_words:
+            self._pump()
 
     def on_writable(self) -> None:
         self._pump()
@@ -360,7 +362,7 @@ class Link:
     def _take_record(self, sealed: memoryview, started: int) -> None:
         record = self._opener.open(sealed)
         whole = self._reassembler.push(record)
-        if record.flags != WHOLE:
+        if record.flags != _WHOLE:
             self._note_part(record.flags)
         if whole is None:
             self._open_ns += time.perf_counter_ns() - started
@@ -369,7 +371,8 @@ class Link:
         if kind == KIND_CLOSE:
             self._end_by_peer(_CODE.unpack(content)[0] if len(content) == _CODE.size else None)
             return
-        self._take_ready()  # whatever opens shows that the peer holds the keys
+        if self.is_dialler and not self._ready.done():
+            self._take_ready()  # whatever opens shows that the peer holds the keys
         if kind != KIND_READY and (message := decode(kind, content)) is not None:
             self.last_open_us = (self._open_ns + time.perf_counter_ns() - started) / 1000
             self._open_ns = 0
@@ -385,18 +388,20 @@ class Link:
 
     def _deliver(self, message: Message) -> None:
         self.counters.messages_received[type(message).__name__] += 1
-        if isinstance(message, RelayOpen | Incoming):
+        if isinstance(message, (RelayOpen, Incoming)):
             self.side.announced(message.channel)
         try:
-            if isinstance(message, Incoming | Refused):
+            if isinstance(message, (Incoming, Refused)):
                 self._host.on_circuit(self, message)
             else:
                 self._receiver.on_message(self, message)
         except Exception as error:  # a receiver's bug must not cost everybody the link
             log_receiver_failure(type(message).__name__, error)
-        if (channel := self.side.settle()) is not None and not self.is_closed:
-            self._decline(message, channel)
-        self._note_carrying()
+        unclaimed = self.side.settle() if self.side.unclaimed is not None else None
+        if unclaimed is not None and not self.is_closed:
+            self._decline(message, unclaimed)
+        if self._heartbeat.is_carrying != bool(self.side.live):
+            self._note_carrying()
 
     def _decline(self, message: Message, channel: Channel) -> None:
         """Nobody here takes the circuit."""
@@ -406,9 +411,8 @@ class Link:
             self._carrier.mux.reset(channel.number, int(ErrorCode.PEER_GONE))
 
     def _take_ready(self) -> None:
-        if self.is_dialler and not self._ready.done():
-            self._ready.set_result(None)
-            self._host.on_ready(self)
+        self._ready.set_result(None)
+        self._host.on_ready(self)
 
     def _take_pong(self, token: bytes) -> None:
         rtt_ms = self._heartbeat.pong(token, time.monotonic())
@@ -444,6 +448,7 @@ class Link:
     def _finish(self, error: RemoteError | None) -> None:
         if self.is_closed:
             return
+        self.is_closed = True
         self._over.set_result(error)
         if self._timer is not None:
             self._timer.cancel()

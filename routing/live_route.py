@@ -49,6 +49,7 @@ OPEN_TIMEOUT_S = 30.0  # of a first route: a node may be busy with loading its s
 REDIAL_TIMEOUT_S = 1.0  # of a route that takes over: somebody waits for the next token
 REACH_LAST_S = 1.0  # a link for direct return is a gain, not a need; one that comes later is used too
 SMALL_BYTES = 64 << 10  # a step of this size is not worth waiting for its leaving; the answer is waited for
+_SEALED = int(StepFlag.SEALED)
 MAX_TEXT = 200  # characters of what a node says about a failure
 
 
@@ -70,11 +71,14 @@ class LiveRoute:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.route = route
+        self.path = route.path
+        self.nodes = frozenset(self.path)
         self.wires = wires
         self.keys = keys
         self.trouble: asyncio.Future[Trouble] = loop.create_future()
         self.resumed: asyncio.Future[int] = loop.create_future()
         self.opened: asyncio.Future[int] = loop.create_future()  # positions that every hop holds already
+        self._flags = _flags_of(options)
         self.is_proved = False  # the session has had an answer, on this route or before
         self.holds = False  # it is open, and every recorded step went in again
         self._switch = switch
@@ -164,20 +168,16 @@ class LiveRoute:
 
     async def send(self, recorded: RecordedStep, *, is_repeat: bool = False) -> None:
         """Send a step to the first hop. Raises RemoteError."""
-        flags = StepFlag.TOKEN_IDS if self._options.takes_token_ids else StepFlag.NONE
-        if recorded.is_call:
-            flags |= StepFlag.CALL
-        elif recorded.is_memory:
-            flags = StepFlag.MEMORY
-            recorded.widen_to(memory_wire(self.wires[0]))
-        else:
-            recorded.widen_to(self.wires[0])
-        flags |= StepFlag.REPLAY if is_repeat or recorded.leaves_out else StepFlag.NONE
+        is_call, is_memory, is_answered = recorded.is_call, recorded.is_memory, recorded.is_answered
+        flags = self._flags[is_call, is_memory, self._options.trace and not is_answered]
+        if not is_call:
+            recorded.widen_to(memory_wire(self.wires[0]) if is_memory else self.wires[0])
+        if is_repeat or recorded.leaves_out:
+            flags |= StepFlag.REPLAY
         want, want_rows = recorded.want, recorded.want_rows
-        if recorded.is_answered and (recorded.is_memory or not self._options.draws):
+        if is_answered and (is_memory or not self._options.draws):
             want, want_rows = Want.NONE, ()  # repeated for its keys and values only
-        if not recorded.is_answered:
-            flags |= StepFlag.TRACE if self._options.trace else StepFlag.NONE
+        if not is_answered:
             self._sent[recorded.number] = self._sending(recorded, is_repeat=is_repeat)
         if not is_repeat:
             self._move_to_better()
@@ -194,10 +194,13 @@ class LiveRoute:
             want,
             want_rows,
             flags,
-            recorded.left_ms(time.monotonic()),
+            0 if recorded.until is None else recorded.left_ms(time.monotonic()),
         )
-        for part in parts_of(step) if recorded.is_call else (step,):
-            await self._post(part)
+        if is_call:
+            for part in parts_of(step):
+                await self._post(part)
+        else:
+            await self._post(step)
 
     def _sending(self, recorded: RecordedStep, *, is_repeat: bool) -> SentStep:
         return SentStep(
@@ -249,11 +252,12 @@ class LiveRoute:
     def take_answer(self, peer_id: NodeId, answer: Answer) -> tuple[SentStep, Answer] | None:
         """An answer that was due, opened and checked; one already given, or not from the last hop, is dropped."""
         hop = self.hop_of(peer_id)
-        may_answer = hop == len(self.route.hops) - 1 or StepFlag.SEALED in answer.flags
+        is_sealed = bool(int(answer.flags) & _SEALED)
+        may_answer = hop == len(self.route.hops) - 1 or is_sealed
         if hop is None or not may_answer or (sent := self._sent.get(answer.step)) is None:
             return None
         try:
-            if StepFlag.SEALED in answer.flags:
+            if is_sealed:
                 answer = sealing.open_answer(self.keys.answer_key, answer)
             if sent.recorded.is_call and answer.kind is AnswerKind.CALL:
                 if (whole := self._whole(answer, len(sent.recorded.payload))) is None:
@@ -443,7 +447,7 @@ class LiveRoute:
             node_id=self._node_at(last),
             before=before,
             is_node_up=before is not None,
-            suspects=frozenset(hop.address.node_id for hop in self.route.hops),
+            suspects=self.nodes,
         )
 
     def _due(self) -> Due:
@@ -462,12 +466,23 @@ class LiveRoute:
 
     def hop_of(self, node_id: NodeId) -> int | None:
         """The place of a node on this route."""
-        hops = self.route.hops
-        return next((index for index, hop in enumerate(hops) if hop.address.node_id == node_id), None)
+        return self.path.index(node_id) if node_id in self.nodes else None
 
     def _node_at(self, hop: int) -> NodeId | None:
         hops = self.route.hops
         return hops[hop].address.node_id if 0 <= hop < len(hops) else None
+
+
+def _flags_of(options: ChainOptions) -> dict[tuple[bool, bool, bool], StepFlag]:
+    """The flags of a step by (is a call, is memory, is traced), made once: to join an IntFlag's bits is slow."""
+    plain = StepFlag.TOKEN_IDS if options.takes_token_ids else StepFlag.NONE
+    kinds = {
+        (False, False): plain,
+        (True, False): plain | StepFlag.CALL,
+        (False, True): StepFlag.MEMORY,
+    }
+    traced = {False: StepFlag.NONE, True: StepFlag.TRACE}
+    return {(*kind, is_traced): kinds[kind] | traced[is_traced] for kind in kinds for is_traced in traced}
 
 
 def _wake(waiter: asyncio.Future[None], _: asyncio.Future[Any]) -> None:

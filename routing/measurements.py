@@ -42,13 +42,19 @@ class Measurements:
         self, node_id: NodeId, num_layers: int, rows: int, trace: HopTrace, *, model: bytes = b""
     ) -> None:
         """Count what one hop says of one step. The caller has clamped it: see `believable`."""
+        self._forget_old()
+        self._add(node_id, model, num_layers, rows, trace.compute_us, trace.queue_us + trace.crypto_us)
+
+    def _add(
+        self, node_id: NodeId, model: bytes, num_layers: int, rows: int, compute_us: int, waited_us: int
+    ) -> None:
         if num_layers < 1 or rows < 1:
             return
         kept = self._of(node_id, model)
-        layer_ms = trace.compute_us / 1000 / num_layers
+        layer_ms = compute_us / 1000 / num_layers
         if rows <= MAX_DECODE_ROWS:
             kept.layer_ms.add(layer_ms)
-            kept.queue_ms.add((trace.queue_us + trace.crypto_us) / 1000)
+            kept.queue_ms.add(waited_us / 1000)
         else:
             kept.prefill_ms.add(layer_ms / rows)
 
@@ -65,13 +71,20 @@ class Measurements:
         waiting is laid on all of its hops: who claims too little gains nothing by it."""
         if not hops or len(traces) != len(hops):
             return
+        self._forget_old()
         traces = believable(traces, waited_ms)
-        claimed_ms = sum(map(_total_us, traces)) / 1000
-        unexplained_us = max(0.0, waited_ms - network_ms - claimed_ms) * 1000 / len(hops)
+        claimed_us = _total_us(traces)
+        unexplained_us = int(max(0.0, waited_ms - network_ms - claimed_us / 1000) * 1000 / len(hops))
         for hop, trace in zip(hops, traces, strict=True):
-            whole = HopTrace(trace.compute_us, trace.queue_us + int(unexplained_us), trace.crypto_us)
-            num_layers = hop.spec.end - hop.spec.start
-            self.note(hop.address.node_id, num_layers, rows, whole, model=hop.offer.model_digest)
+            num_layers, waited_us = hop.spec.end - hop.spec.start, trace.queue_us + trace.crypto_us
+            self._add(
+                hop.address.node_id,
+                hop.offer.model_digest,
+                num_layers,
+                rows,
+                trace.compute_us,
+                waited_us + unexplained_us,
+            )
 
     def of(self, model: bytes = b"") -> Mapping[NodeId, Measured]:
         """What is known now, of one model or (b"") of each node's latest."""
@@ -91,7 +104,6 @@ class Measurements:
         return len(self._kept)
 
     def _of(self, node_id: NodeId, model: bytes) -> _Averages:
-        self._forget_old()
         kept = self._kept.pop((node_id, model), None) or _Averages()
         kept.noted_at = self._now()
         self._kept[node_id, model] = kept
@@ -107,7 +119,7 @@ class Measurements:
 
 def believable(traces: Sequence[HopTrace], waited_ms: float) -> tuple[HopTrace, ...]:
     """The traces, scaled down together until they sum up to no more than was waited."""
-    claimed_us = sum(map(_total_us, traces))
+    claimed_us = _total_us(traces)
     if claimed_us <= waited_ms * 1000:
         return tuple(traces)
     share = max(0.0, waited_ms) * 1000 / claimed_us
@@ -145,5 +157,8 @@ class _Average:
         self.value += share * (sample - self.value)
 
 
-def _total_us(trace: HopTrace) -> int:
-    return trace.compute_us + trace.queue_us + trace.crypto_us
+def _total_us(traces: Sequence[HopTrace]) -> int:
+    total_us = 0
+    for trace in traces:
+        total_us += trace.compute_us + trace.queue_us + trace.crypto_us
+    return total_us

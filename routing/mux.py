@@ -131,6 +131,12 @@ class Mux:
         self._pong: bytes | None = None  # the latest PING only: a flood costs the flooder, not us
         self._ping: bytes | None = None
         self._ends: deque[tuple[int, int | None]] = deque()
+        self.may_owe_credit = False  # ask `next_credit`
+
+    @property
+    def has_own_words(self) -> bool:
+        """Whether there may be a frame to write that holds no record."""
+        return self.may_owe_credit or bool(self._ends) or self._pong is not None or self._ping is not None
 
     def open_channel(self) -> Channel:
         """Open a channel of our own; raise `ProtocolError` TOO_BIG when there are too many."""
@@ -150,6 +156,7 @@ class Mux:
     def give_back(self, channel: Channel, size: int) -> None:
         """Let the peer send `size` more bytes on a circuit's channel: they are taken, here or further on."""
         channel.consumed += size
+        self.may_owe_credit = True
 
     def forget(self, channel: Channel) -> None:
         """Drop a channel that the peer does not know, or has ended, without a word."""
@@ -196,9 +203,8 @@ class Mux:
 
     def next_frame(self) -> bytearray | None:
         """Return the next frame to write: control frames first, then one record of each channel in turn."""
-        control = self._next_control()
-        if control is not None:
-            return control
+        if self._pong is not None or self._ping is not None or self._ends:
+            return self._next_control()
         for _ in range(len(self._turns)):
             channel = self._turns[0]
             self._turns.rotate(-1)
@@ -218,21 +224,20 @@ class Mux:
                 granted, channel.consumed = channel.consumed, 0
                 channel.receive_credit += granted
                 return bytearray(HEADER.pack(FrameType.CREDIT, 0, 0, channel.number) + _U32.pack(granted))
+        self.may_owe_credit = False
         return None
 
-    def _next_control(self) -> bytearray | None:
+    def _next_control(self) -> bytearray:
         if self._pong is not None:
             token, self._pong = self._pong, None
             return bytearray(HEADER.pack(FrameType.PONG, 0, 0, 0) + token)
         if self._ping is not None:
             token, self._ping = self._ping, None
             return bytearray(HEADER.pack(FrameType.PING, 0, 0, 0) + token)
-        if self._ends:
-            number, code = self._ends.popleft()
-            if code is None:
-                return bytearray(HEADER.pack(FrameType.FIN, 0, 0, number))
-            return bytearray(HEADER.pack(FrameType.RESET, 0, 0, number) + _U16.pack(code))
-        return None
+        number, code = self._ends.popleft()
+        if code is None:
+            return bytearray(HEADER.pack(FrameType.FIN, 0, 0, number))
+        return bytearray(HEADER.pack(FrameType.RESET, 0, 0, number) + _U16.pack(code))
 
     def _data_frame(self, channel: Channel, size: int) -> bytearray:
         assert channel.source is not None
@@ -250,15 +255,17 @@ class Mux:
     ) -> DataFrame | ChannelEnd | None:
         if flags & ~CREDIT_FLAG or bool(credit) != bool(flags):
             raise malformed("a DATA frame has unknown flags or an uncalled-for credit")
-        channel = self._channel(number)
+        channel = self.channels.get(number) or self._channel(number)
         if channel is None:
             return None
-        is_over = not _grant(channel, credit * _CREDIT_UNIT) or len(body) > channel.receive_credit
+        size = len(body)
+        is_over = (credit and not _grant(channel, credit * _CREDIT_UNIT)) or size > channel.receive_credit
         if is_over:
             return self._overrun(channel)
-        channel.receive_credit -= len(body)
+        channel.receive_credit -= size
         if not channel.is_circuit:
-            channel.consumed += len(body)
+            channel.consumed += size
+            self.may_owe_credit |= channel.consumed >= WINDOW // 2
         return DataFrame(channel, body)
 
     def _overrun(self, channel: Channel) -> ChannelEnd:

@@ -62,11 +62,12 @@ class CipherState:
 
     def decrypt_into(self, ciphertext: Buffer, out: Buffer) -> None:
         """Write the plaintext to `out`; raise `SecurityError` DECRYPT when it does not authenticate."""
+        assert self.nonce < _MAX_NONCE, "a cipher state is used up"
         try:
             self._aead.decrypt_into(_pack_nonce(self.nonce), ciphertext, None, out)
         except InvalidTag as error:
             raise _decrypt_error() from error
-        self._next_nonce()
+        self.nonce += 1
 
     def rekey(self) -> None:
         """Replace the key by REKEY(k) = ENCRYPT(k, 2^64 - 1, "", zeros)[:32]; the counter goes on."""

@@ -43,6 +43,7 @@ class Outgoing:
         "gone",
         "is_aborted",
         "is_done",
+        "is_whole",
         "kind",
         "lane",
         "max_payload",
@@ -63,19 +64,15 @@ class Outgoing:
         self.max_payload = max_payload
         self.kind = kind
         self.lane = lane
-        self._buffers = deque(memoryview(buffer).cast("B") for buffer in buffers)
-        self.size = sum(len(buffer) for buffer in self._buffers)
+        self._buffers = deque([memoryview(buffer).cast("B") for buffer in buffers])
+        self.size = sum(map(len, self._buffers))
+        self.is_whole = self.size <= max_payload  # it fits one record
         self.sent = 0
         self.message_id = 0
         self.gone = gone
         self.is_done = False
         self.is_aborted = False
         self.seal_ns = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it fits one record."""
-        return self.size <= self.max_payload
 
     @property
     def is_begun(self) -> bool:
@@ -90,6 +87,9 @@ class Outgoing:
 
     def take(self, size: int) -> list[Buffer]:
         """Return the next `size` bytes as views."""
+        if size == self.size:
+            self.sent = size
+            return list(self._buffers)
         pieces: list[Buffer] = []
         self.sent += size
         while size:
@@ -124,7 +124,8 @@ class Outbox:
         self._open_bytes = 0
         self.waiting_bytes = 0
         self.num_waiting = 0  # messages
-        self._may_be_overrun = False
+        self.may_be_overrun = False  # ask `is_overrun`
+        self._next: tuple[Outgoing, int, int] | None = None  # see `_find_next`: known until something changes
 
     def push(
         self, kind: int, lane: bytes, buffers: Sequence[Buffer], gone: Callable[[], object] | None = None
@@ -151,20 +152,23 @@ class Outbox:
         queue.append(outgoing)
         self.waiting_bytes += outgoing.size
         self.num_waiting += 1
-        self._may_be_overrun |= _is_too_long(lane, queue)
+        if len(queue) > MAX_QUEUED and _is_too_long(lane, queue):
+            self.may_be_overrun = True
+        self._next = None
         return outgoing
 
     @property
     def is_overrun(self) -> bool:
         """Whether more messages wait in one lane than any peer that reads lets wait for long."""
-        if self._may_be_overrun:
-            self._may_be_overrun = any(_is_too_long(lane, queue) for lane, queue in self._lanes.items())
-        return self._may_be_overrun
+        if self.may_be_overrun:
+            self.may_be_overrun = any(_is_too_long(lane, queue) for lane, queue in self._lanes.items())
+        return self.may_be_overrun
 
     def cancel(self, outgoing: Outgoing) -> None:
         """Give a message up: forget it, or tell the peer when part of it has left."""
         if outgoing.is_done or outgoing.is_aborted:
             return
+        self._next = None
         self.waiting_bytes -= outgoing.size - outgoing.sent
         if outgoing.is_begun:
             outgoing.is_aborted = True
@@ -175,6 +179,7 @@ class Outbox:
     def clear(self) -> None:
         """Give up everything, without a word to the peer: the session is over."""
         queues = list(self._lanes.values())
+        self._next = None
         self._lanes.clear()
         self._turns.clear()
         self._open.clear()
@@ -185,24 +190,34 @@ class Outbox:
 
     def next_size(self) -> int | None:
         """Sealed size of the record whose turn it is; None when nothing is waiting."""
-        outgoing = self._turn()
-        if outgoing is None:
+        if not self._turns:
             return None
-        size = outgoing.next_size()
-        return OVERHEAD + size + self._pad(outgoing, size)
+        self._next = self._find_next()
+        if self._next is None:
+            return None
+        _, size, pad = self._next
+        return OVERHEAD + size + pad
 
     def seal_next(self, out: memoryview) -> None:
         """Seal the record whose turn it is into `out`, of `next_size()` bytes, and pass the turn on."""
         started = time.perf_counter_ns()
-        outgoing = self._turn()
-        assert outgoing is not None, "nothing is waiting"
-        size = outgoing.next_size()
-        pad = self._pad(outgoing, size)
+        found = self._next or self._find_next()
+        assert found is not None, "nothing is waiting"
+        self._next = None
+        outgoing, size, pad = found
         flags, pieces = self._next_record(outgoing, size)
         self._sealer.seal_into(out, outgoing.kind, flags, outgoing.message_id, pieces, pad)
         outgoing.seal_ns += time.perf_counter_ns() - started
         is_last = bool(int(flags) & _LAST)
         self._pass_turn(outgoing, is_last=is_last)
+
+    def _find_next(self) -> tuple[Outgoing, int, int] | None:
+        """The message whose turn it is, with the sizes of its next record's payload and padding."""
+        outgoing = self._turn()
+        if outgoing is None:
+            return None
+        size = outgoing.size if outgoing.is_whole else outgoing.next_size()
+        return outgoing, size, self._pad(outgoing, size) if self._sealer.is_padded else 0
 
     def _next_record(self, outgoing: Outgoing, size: int) -> tuple[int, list[Buffer]]:
         if outgoing.is_aborted:
@@ -228,7 +243,7 @@ class Outbox:
         """The first message in turn that may go: small, begun, or within what may be open at once."""
         for _ in range(len(self._turns)):
             outgoing = self._lanes[self._turns[0]][0]
-            if outgoing.lane != YIELDING_LANE and self._may_go(outgoing):
+            if (outgoing.is_whole or self._may_go(outgoing)) and outgoing.lane != YIELDING_LANE:
                 return outgoing
             self._turns.rotate(-1)
         return self._yielding_turn() if YIELDING_LANE in self._lanes else None

@@ -29,16 +29,16 @@ class SideChannels:
         self._push = push
         self._take_back = take_back
         self._announcements: dict[Channel, Outgoing] = {}  # of our own channels
-        self._unclaimed: Channel | None = None
-        self._live: set[Channel] = set()
+        self.unclaimed: Channel | None = None  # announced just now
+        self.live: set[Channel] = set()
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.live)
 
     @property
     def has_room(self) -> bool:
         """Whether one more circuit may be opened or claimed."""
-        return len(self._live) < MAX_CIRCUITS
+        return len(self.live) < MAX_CIRCUITS
 
     def open(self, announce: Callable[[int], Message], taker: ChannelTaker) -> Channel:
         """Open a channel and tell the peer by `announce(number)`. Raises `RelayError` RELAY_FULL, `LinkError`."""
@@ -51,26 +51,26 @@ class SideChannels:
         except BaseException:
             self._mux.forget(channel)
             raise
-        self._live.add(channel)
+        self.live.add(channel)
         return channel
 
     def announced(self, number: int) -> None:
         """The peer has opened a channel, and the next message says for what. Raises `ProtocolError` STATE."""
-        self._unclaimed = self._mux.adopt(number)
+        self.unclaimed = self._mux.adopt(number)
 
     def claim(self, number: int, taker: ChannelTaker) -> Channel:
         """Take the channel that was announced just now."""
-        channel = self._unclaimed
+        channel = self.unclaimed
         assert channel is not None, "a channel is claimed at once or never"
         assert channel.number == number, "another channel was announced"
-        self._unclaimed = None
+        self.unclaimed = None
         channel.taker = taker
-        self._live.add(channel)
+        self.live.add(channel)
         return channel
 
     def settle(self) -> Channel | None:
         """Drop the announced channel if nobody has claimed it; return it then."""
-        channel, self._unclaimed = self._unclaimed, None
+        channel, self.unclaimed = self.unclaimed, None
         if channel is not None:
             self._mux.forget(channel)
         return channel
@@ -107,12 +107,12 @@ class SideChannels:
 
     def close(self) -> None:
         """The link is over: so is every circuit on it."""
-        for channel in tuple(self._live):
+        for channel in tuple(self.live):
             self._drop(channel)
             self._mux.forget(channel)
             assert channel.taker is not None
             channel.taker.on_channel_over(int(ErrorCode.PEER_GONE))
 
     def _drop(self, channel: Channel) -> None:
-        self._live.discard(channel)
+        self.live.discard(channel)
         self._announcements.pop(channel, None)

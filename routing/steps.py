@@ -94,7 +94,8 @@ def decode_step(content: memoryview) -> Step:
     if want is Want.LIST or bits & _TRACE_BIT:
         trailer = _split_trailer(trailer[0])
     payload, want_rows, traces = trailer
-    _check_want_rows(want, want_rows, rows)
+    if want_rows:
+        _check_want_rows(want, want_rows, rows)
     is_call = bool(bits & _CALL)
     if is_call and (want is not Want.LAST or StepFlag.TOKEN_IDS in flags):
         raise malformed("a call of blocks has one answer, and no token ids")
@@ -144,10 +145,11 @@ def _check_memory(bits: int, want: Want, want_rows: Sequence[int], position: int
 def _unpack(content: memoryview) -> tuple[SessionId, int, int, int, int, int, int, int]:
     if len(content) < HEADER_SIZE:
         raise malformed("a step or answer is cut short")
+    session_id: SessionId
     session_id, epoch, bits, choice, number, position, rows, deadline = _HEADER.unpack_from(content)
     if bits > _KNOWN_FLAGS or position + rows > U32:
         raise malformed("a header has unknown flags or a position out of range")
-    return SessionId(session_id), epoch, bits, choice, number, position, rows, deadline
+    return session_id, epoch, bits, choice, number, position, rows, deadline
 
 
 def _fits(answer: Answer) -> bool:
@@ -168,7 +170,7 @@ def _fits(answer: Answer) -> bool:
 
 
 def _trailer(want_rows: Sequence[int], traces: Sequence[HopTrace]) -> bytes:
-    rows = struct.pack(f">{len(want_rows)}H", *want_rows)
+    rows = struct.pack(f">{len(want_rows)}H", *want_rows) if want_rows else b""
     packed = [
         _TRACE.pack(min(t.compute_us, U32), min(t.queue_us, U32), min(t.crypto_us, U32)) for t in traces
     ]
@@ -184,13 +186,13 @@ def _split_trailer(content: memoryview) -> _Trailer:
     start = traces_start - 2 * num_rows
     if start < 0 or num_traces > MAX_TRACES:
         raise malformed("a trailer claims more than the message holds")
-    rows = struct.unpack_from(f">{num_rows}H", content, start)
-    traces = tuple(HopTrace(*times) for times in _TRACE.iter_unpack(content[traces_start:traces_end]))
+    rows = struct.unpack_from(f">{num_rows}H", content, start) if num_rows else ()
+    traces = tuple([HopTrace(*times) for times in _TRACE.iter_unpack(content[traces_start:traces_end])])
     return content[:start], rows, traces
 
 
 def _check_want_rows(want: Want, want_rows: Sequence[int], rows: int) -> None:
-    if want_rows and want is not Want.LIST:
+    if want is not Want.LIST:
         raise malformed("a list of wanted rows is uncalled for")
-    if want_rows and (want_rows[-1] >= rows or any(a >= b for a, b in pairwise(want_rows))):
+    if want_rows[-1] >= rows or any(a >= b for a, b in pairwise(want_rows)):
         raise malformed("wanted rows are out of range or out of order")

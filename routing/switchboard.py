@@ -56,6 +56,7 @@ DOUBT_S = 10.0
 LOST_WITH_LINK_S = 15.0
 REACH_SOON_S = 10.0  # for a link that is a gain, not a need
 LINES_S = 10.0  # how long what is known of the lines between a route's nodes is taken for the present
+RTT_S = 0.5  # how long round trips are: they are measured about as often while steps are under way
 MAX_LINES = 256  # routes of which that is remembered
 
 
@@ -76,6 +77,7 @@ class Switchboard:
     _directory: Directory | None = None
     _doubted_at: dict[NodeId, float] = field(default_factory=dict)  # time.monotonic()
     _lines: dict[tuple[NodeId, ...], tuple[float, float]] = field(default_factory=dict)  # when, ms of a row
+    _known_between: dict[tuple[NodeId, ...], tuple[float, float, float]] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
     last_loss_at: float = -math.inf  # in time.monotonic(): who was found gone then may be back soon
 
@@ -176,6 +178,17 @@ class Switchboard:
         records = self.directory.records()
         return route_ms(records, route, request, measured=measured, sessions=self._sessions())
 
+    def _between(self, route: Route) -> tuple[float, float]:
+        """What a step, and a row of it, spends between a route's machines, in ms; looked up now and then."""
+        path, now = route.path, time.monotonic()
+        known = self._known_between.get(path)
+        if known is None or now - known[0] > RTT_S:
+            known = now, self._network_ms(route), self._lines_ms(route)
+            if len(self._known_between) >= MAX_LINES:
+                self._known_between.clear()
+            self._known_between[path] = known
+        return known[1:]
+
     def _network_ms(self, route: Route) -> float:
         """What any step spends between machines: half our round trips to both ends, and what its hops are apart.
 
@@ -187,7 +200,7 @@ class Switchboard:
 
     def _lines_ms(self, route: Route) -> float:
         """What one row takes on the lines between a route's hops, where that is known; looked up now and then."""
-        path, now = tuple(hop.address.node_id for hop in route.hops), time.monotonic()
+        path, now = route.path, time.monotonic()
         known = self._lines.get(path)
         if known is None or now - known[0] > LINES_S:
             records = {record.address.node_id: record for record in self.directory.records()}
@@ -232,9 +245,10 @@ class Switchboard:
         self._background.spawn(self.reach(hop, REACH_SOON_S), name)  # `on_link_up` tells the chains
 
     def live_link(self, node_id: NodeId) -> Link | None:
-        links = [link for link in self._live_endpoint.links_to(node_id) if not link.is_closed]
-        if len(links) == 1:
+        links = self._live_endpoint.links_to(node_id)
+        if len(links) == 1 and not links[0].is_closed:
             return links[0]
+        links = [link for link in links if not link.is_closed]
         spoken = (link for link in links if link.silent_for_s < STALE_AFTER_S)
         return next(spoken, links[0] if links else None)
 
@@ -269,12 +283,13 @@ class Switchboard:
             self.on_pause(pause_s)
 
     def note_answer(self, route: Route, rows: int, answer: Answer, waited_s: float) -> None:
+        between_ms, row_ms = self._between(route)
         self.measurements.note_step(
             route.hops,
             rows,
             answer.traces,
             waited_ms=waited_s * 1000,
-            network_ms=self._network_ms(route) + rows * self._lines_ms(route),
+            network_ms=between_ms + rows * row_ms,
         )
 
     def measured(self, model_digest: bytes) -> Mapping[NodeId, Measured]:

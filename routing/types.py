@@ -57,6 +57,8 @@ class StepFlag(IntFlag):
     MEMORY = 32  # rows of encoder states that belong to the session: no positions, before its first token, never undone
 
 
+_MEMORY = int(StepFlag.MEMORY)  # a plain number: to ask an IntFlag is slow, and each step is asked often
+
 NO_TOKEN = 0xFFFF_FFFF  # where an id is due and none is meant: no vocabulary is so large
 
 
@@ -103,11 +105,11 @@ class Step:
     @property
     def is_memory(self) -> bool:
         """Whether its rows are encoder states, which take no positions."""
-        return StepFlag.MEMORY in self.flags
+        return bool(int(self.flags) & _MEMORY)
 
     def end(self, branches: int) -> int:
         """The position after its last row, where each position has a row of so many branches."""
-        return self.position if self.is_memory else self.position + self.rows // branches
+        return self.position if int(self.flags) & _MEMORY else self.position + self.rows // branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,3 +587,8 @@ class Route:
 
     spec: SliceSpec
     hops: tuple[Hop, ...] = field(default_factory=tuple)
+
+    @property
+    def path(self) -> tuple[NodeId, ...]:
+        """Its nodes, in order."""
+        return tuple([hop.address.node_id for hop in self.hops])

@@ -119,6 +119,8 @@ def lane(message: Message) -> bytes:
     A session's Open, steps, answers and failures share a lane. A Cancel never waits behind the prefill that
     it cancels; a Keep, as large as a long session, never holds up another one's Cancel.
     """
+    if isinstance(message, (Step, Answer)):  # nearly all of them
+        return message.session_id
     if isinstance(message, (Cancel, Describe, Description, Inquire, Standing)):
         return b""
     of_network = network_wire.lane_of(message)

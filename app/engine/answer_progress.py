@@ -36,6 +36,8 @@ class AnswerProgress:
     trip_from: float = 0.0  # when the step under way went out
     local_before_s: float = 0.0  # `ends.local_s` at that moment
     replays_before: int = 0
+    may_draft: bool = False  # on the route of this epoch
+    drafts_epoch: int = 0
 
     @property
     def position(self) -> int:
@@ -84,4 +86,4 @@ class Returned:
 
 def nodes_s(answer: Answer) -> float:
     """What the nodes computed for it, by what they tell."""
-    return sum(trace.compute_us for trace in answer.traces) / 1e6
+    return sum([trace.compute_us for trace in answer.traces]) / 1e6

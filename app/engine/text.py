@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
 from app.engine.answer_progress import AnswerProgress, Returned, nodes_s
 from app.engine.coverage import ModelFacts, route_request
@@ -233,33 +232,37 @@ class ChainTextEngine:
             drawn = await self._draw(progress, returned)
             num_before = progress.num_generated
             reason, text = self._judge(progress, drawn)
-            delta = TextDelta(
+            sent = None if reason is not None else await self._send_drawn(progress, drawn)
+            num_tokens = progress.num_generated - num_before
+            yield TextDelta(
                 text,
-                progress.num_generated - num_before,
+                num_tokens,
+                timings=None if sent is None else progress.timings,
                 token_ids=tuple(progress.generated[num_before:]),
-                logprobs=drawn.logprobs[: progress.num_generated - num_before],
+                logprobs=drawn.logprobs[:num_tokens],
                 watched=drawn.watched,
-                scores=drawn.scores[: progress.num_generated - num_before],
+                scores=drawn.scores[:num_tokens],
                 thought=progress.text.take_thought(),
             )
             if reason is not None:
-                yield delta
                 yield self._finished(progress, reason)
                 return
-            sent = await self._send_drawn(progress, drawn)
-            yield replace(delta, timings=progress.timings)
+            assert sent is not None
             answer = await chain.answer(sent, deadline_s=progress.time_left_s)
             returned = Returned(sent, answer, drawn.drafts)
 
     async def _draw(self, progress: AnswerProgress, returned: Returned) -> Drawn:
-        chain, route = progress.chain, progress.chain.route
+        chain, path = progress.chain, progress.chain.path
+        if progress.drafts_epoch != chain.epoch:
+            progress.drafts_epoch = chain.epoch
+            progress.may_draft = not grouping_matters(chain.route, self._ends.runner if self._ends else None)
         due = Due(
             progress.position,
             returned.drafts,
-            may_draft=not grouping_matters(route, self._ends.runner if self._ends else None),
+            may_draft=progress.may_draft,
             sharing=self.num_running,
-            num_stages=max(2, len(route.hops) if route else 0),
-            route=tuple(hop.address.node_id for hop in route.hops) if route else None,
+            num_stages=max(2, len(path) if path else 0),
+            route=path,
         )
         drawn = await progress.ends.draw(returned.answer, due, returned.sent.wire_back, chain.first_wire)
         if progress.num_generated == 0:
@@ -291,7 +294,7 @@ class ChainTextEngine:
             progress.num_generated += 1
             progress.generated.append(token_id)
             progress.accepted += number < drawn.num_right
-            progress.forced += any(drawn.forced[number : number + 1])
+            progress.forced += number < len(drawn.forced) and drawn.forced[number]
             reason, text = self._judge_token(progress, token_id)
             pieces.append(text)
             if reason is not None:

@@ -26,6 +26,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._to_bytes = _byte_level_bytes if is_byte_level else _piece_bytes
         self._special_ids = special_ids(tokenizer)
+        self._known: dict[int, bytes] = {}  # of ids that were asked for: an entry of the vocabulary each
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:
@@ -42,6 +43,14 @@ class TokenBytes:
         return token_bytes if token_bytes._agrees_on_a_sample() else None
 
     def __call__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._read(token_id)
+            if known:  # ids without a token may be any number
+                self._known[token_id] = known
+        return known
+
+    def _read(self, token_id: int) -> bytes:
         if token_id in self._special_ids:
             return b""
         piece = self._tokenizer.convert_ids_to_tokens(token_id)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.text_decoder import REPLACEMENT, ByteDecoder, WindowDecoder
+from app.engine.token_bytes import TokenBytes
 from app.engine.tokenizer import ChatTokenizer
 from slicing.model_source import open_checkpoint
 from tests.app.conftest import patient
@@ -85,6 +86,22 @@ def test_broken_bytes_in_the_middle_become_a_replacement_character(tokenizer: Ch
 
 def test_special_tokens_and_unknown_ids_give_no_text(tokenizer: ChatTokenizer) -> None:
     assert joined(tokenizer, [1, *tokenizer.encode("a"), 2, 10**6]) == "a"
+
+
+def test_a_token_is_looked_up_once(smollm2: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = smollm2._tokenizer
+    token_bytes, look_up = TokenBytes.of(own), own.convert_ids_to_tokens
+    assert token_bytes is not None
+    asked: list[int] = []
+
+    def ask(number: int) -> object:
+        asked.append(number)
+        return look_up(number)
+
+    monkeypatch.setattr(own, "convert_ids_to_tokens", ask)
+    token_id = own.encode("lighthouse", add_special_tokens=False)[0]
+    assert len({token_bytes(token_id) for _ in range(5)}) == 1
+    assert asked == [token_id]
 
 
 def test_only_the_first_leading_space_is_dropped_where_decoding_drops_it() -> None:

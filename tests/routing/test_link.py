@@ -177,6 +177,14 @@ async def test_posting_never_waits_and_tells_when_it_has_left(rig: Rig) -> None:
     await acceptor.inbox.receive()
 
 
+async def test_what_leaves_at_once_is_told_without_another_turn_of_the_loop(rig: Rig) -> None:
+    _, acceptor, link = await rig.pair()
+    left: list[bool] = []
+    link.post(step(), lambda: left.append(True))
+    assert left == [True]
+    await acceptor.inbox.receive()
+
+
 async def test_cancelled_send_frees_the_receiver_and_the_link_goes_on(rig: Rig) -> None:
     _, acceptor, link = await rig.pair()
     bulk = asyncio.create_task(link.send(step(bytes(32 << 20))))

@@ -321,6 +321,17 @@ def test_sender_keeps_within_what_may_be_open_at_once() -> None:
     assert kinds == [1, 2, 1, 1]
 
 
+def test_what_was_cancelled_after_its_size_was_told_is_not_sealed() -> None:
+    outbox, opener = make_outbox(), Opener(CipherState(b"k" * 32))
+    first = outbox.push(1, b"first", [b"x" * 10])
+    outbox.push(2, b"second", [b"y" * 20])
+    outbox.next_size()
+    outbox.cancel(first)
+    out = bytearray(outbox.next_size() or 0)
+    outbox.seal_next(memoryview(out))
+    assert (opener.open(out).kind, outbox.next_size()) == (2, None)
+
+
 def test_clearing_gives_every_message_up_once() -> None:
     outbox, gone = make_outbox(), []
     for number in range(3):
