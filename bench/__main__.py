@@ -20,10 +20,12 @@ from bench.memory import measure_memory
 from bench.nodes import measure_nodes
 from bench.peers import measure_peers
 from bench.placement import measure_placement
+from bench.plain import measure_plain
 from bench.prefill import measure_prefill
 from bench.quality import measure_quality
 from bench.relay import measure_relay
 from bench.report import Report
+from bench.scheduler import measure_scheduler
 from bench.served import measure_served
 from bench.songs import measure_songs
 from bench.split import measure_split
@@ -43,6 +45,8 @@ SECTIONS = (
     "wan",
     "placement",
     "split",
+    "plain",
+    "scheduler",
     "kernels",
     "quality",
     "streams",
@@ -81,6 +85,10 @@ async def _run(only: list[str], pairs: int, picture_model: str | None) -> None:
         await measure_placement(report)
     if "split" in only:
         await measure_split(report, pairs)
+    if "plain" in only:
+        measure_plain(report)
+    if "scheduler" in only:
+        await measure_scheduler(report)
     if "kernels" in only:
         measure_kernels(report)
     if "quality" in only:
