@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final
@@ -65,10 +66,10 @@ class GatewayDrawer:
     async def _video(self, order: Order) -> AsyncGenerator[Told, None]:
         asked = self._body(order) | {"prompt": order.prompt}
         asked |= {"num_frames": order.frames} if order.frames is not None else {}
-        job = await self._gateway.post("videos", asked)
-        if not (name := quote(str(job.get("id") or ""), safe="")):
+        job = await self._ordered(asked)
+        if not (name := str(job.get("id") or "")):
             raise GatewayError("the gateway's job has no id")
-        path = f"videos/{name}"
+        path = _path_of(name)
         try:
             async for told in self._followed(f"{path}/events"):
                 yield told
@@ -76,6 +77,18 @@ class GatewayDrawer:
         finally:
             await self._let_go(path)
         yield _drawn(content, job, order)
+
+    async def _ordered(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Make a job. Who is interrupted meanwhile does not know its name yet, and lets go of it all the same."""
+        asking = asyncio.ensure_future(self._gateway.post("videos", asked))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with contextlib.suppress(GatewayError, TimeoutError):
+                async with asyncio.timeout(LETTING_GO_S):
+                    if name := str((await asking).get("id") or ""):
+                        await self._let_go(_path_of(name))
+            raise
 
     async def _followed(self, path: str) -> AsyncGenerator[Told, None]:
         """Tell of a job until it is completed. Raises GatewayError when it is not."""
@@ -104,6 +117,10 @@ class GatewayDrawer:
         size = {} if order.size is None else {"size": order.size}
         length = {} if order.seconds is None else {"seconds": order.seconds}
         return {"model": self.model} | order.fields() | size | length
+
+
+def _path_of(name: str) -> str:
+    return f"videos/{quote(name, safe='')}"
 
 
 def _progress(event: dict[str, Any]) -> list[Told]:

@@ -356,6 +356,35 @@ async def test_an_interrupted_video_is_cancelled(engines: dict[str, FakePictures
         assert (filmer.num_open, await asyncio.to_thread(jobs_at, served)) == (0, [])
 
 
+async def test_a_video_interrupted_before_its_name_is_known_is_cancelled(
+    engines: dict[str, FakePictures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli.drawing import Order
+    from cli.gateway import open_gateway
+    from cli.gateway_drawing import GatewayDrawer
+
+    filmer = engines["filmer"]
+    filmer.before_step = lambda number: asyncio.Event().wait() if number == 1 else None
+    async with serve_engines(filmer) as served, open_gateway(served.url, model="filmer") as gateway:
+        post, is_made = gateway.post, asyncio.Event()
+
+        async def slowly(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            made = await post(path, body)
+            is_made.set()
+            await asyncio.sleep(0.05)  # the answer is on its way
+            return made
+
+        monkeypatch.setattr(gateway, "post", slowly)
+        drawing = GatewayDrawer(gateway, "video").draw(Order("waves"), ".mp4")
+        asking = asyncio.ensure_future(anext(drawing))
+        async with asyncio.timeout(5):
+            await is_made.wait()
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+        assert await asyncio.to_thread(jobs_at, served) == []
+
+
 def test_half_a_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.FileIO):
         def write(self, content: Any) -> int:
