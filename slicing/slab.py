@@ -12,8 +12,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 MIN_CAPACITY = 64  # positions; below this a doubling saves no memory worth a copy
-ROLLBACK_ROWS = 256  # how far a layer with a window can be taken back at least: as the fast runner's pages
-MAX_STEP_ROWS = 512  # rows of one step that a window's slab has room for: what gateways send at most
+# In slabs as in the fast runner's pages: how far a layer with a window can be taken back at least (more than any draft
+# or replayed piece), and the rows of one step that room is counted for. The fast runner splits longer steps.
+ROLLBACK_ROWS, MAX_STEP_ROWS = 256, 512
 # A window's slab begins at a multiple of so many positions. So a row's address is what it would be without the window
 # (kernels take other paths for odd ones), and attention by blocks of so many positions finds the blocks it needs whole.
 GRAIN = 32

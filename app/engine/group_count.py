@@ -115,7 +115,10 @@ class GroupCount:
 
     def _of(self, answers: int, stages: int) -> _Known:
         """The record for about so many answers."""
-        return self._known.setdefault(_bucket(answers), _Known(min(answers, stages)))
+        bucket = _bucket(answers)
+        if bucket not in self._known:
+            self._known[bucket] = _Known(min(answers, stages))
+        return self._known[bucket]
 
 
 def _bucket(answers: int) -> int:

@@ -16,13 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from slicing.fast.records import LANES
-from slicing.kv_cache import CannotRollBack
+from slicing.slab import MAX_STEP_ROWS, ROLLBACK_ROWS, CannotRollBack
 
 PAGE = 64  # positions; four panels of keys. Smaller ones cost more of them, larger ones more waste for short sessions
-ROLLBACK_ROWS = (
-    256  # how far a session with a window can be taken back at least: more than any draft or replayed piece
-)
-MAX_STEP_ROWS = 512  # rows of one step that `cache_bytes` counts with; the runner splits larger ones
 MAX_IDLE_BYTES = 128 << 20  # freed pages kept for the next session; more goes back to the system
 ALIGNMENT_BYTES = 64
 FLOAT_BYTES = 4

@@ -24,8 +24,9 @@ from slicing.fast.composition import HIDDEN_BUFFER, Composition
 from slicing.fast.embedding import look_up
 from slicing.fast.execute import Executor, StepWork, Workspace
 from slicing.fast.packing import Form, PackedWeight
-from slicing.fast.pages import MAX_STEP_ROWS, PagedCache, PagePool
+from slicing.fast.pages import PagedCache, PagePool
 from slicing.runner import kept_rows
+from slicing.slab import MAX_STEP_ROWS
 
 MAX_WORKS = 256  # a call's rows are what costs; more works than that never fit one step's rows
 CANCELLABLE_ROWS = 16  # a step of fewer is over before anyone could wish to stop it

@@ -479,6 +479,21 @@ async def test_steps_of_a_chain_that_come_in_one_turn_are_not_parted_for_its_sta
     assert work.batches[1:] == [[("a", 1), ("b", 1)], [("c", 1), ("d", 1)]]
 
 
+async def test_two_companies_that_come_in_one_turn_do_not_become_one(
+    queue: BatchQueue[FakeJob], work: FakeWork
+) -> None:
+    queue.submit(FakeJob("blocker"))
+    await asyncio.to_thread(work.entered.wait, 10)
+    jobs = [FakeJob(name, stages=4) for name in "abcd"]
+    for number, job in enumerate(jobs):
+        queue.submit(job, company=("first", "second")[number // 2])
+    work.gate.set()
+    async with asyncio.timeout(10):
+        while not all(job.num_finished for job in jobs):
+            await asyncio.sleep(0.001)
+    assert work.batches[1:] == [[("a", 1), ("b", 1)], [("c", 1), ("d", 1)]]
+
+
 async def test_a_plain_lane_is_computed_one_job_a_call(queue: BatchQueue[FakeJob], work: FakeWork) -> None:
     await submit_all(queue, work, *(FakeJob(name, rows, lane=PLAIN) for name in "abc" for rows in (1, 40)))
     assert sorted(rows for batch in work.batches for _, rows in batch) == [1, 1, 1, 40, 40, 40]

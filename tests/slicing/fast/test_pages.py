@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from slicing.fast.pages import MAX_STEP_ROWS, PAGE, ROLLBACK_ROWS, KVLayout, LayerKV, PagedCache, PagePool
+from slicing.fast.pages import PAGE, KVLayout, LayerKV, PagedCache, PagePool
 from slicing.kv_cache import CannotRollBack
+from slicing.slab import MAX_STEP_ROWS, ROLLBACK_ROWS
 
 FULL = LayerKV(kv_heads=2, k_dim=24, v_dim=20)
 WINDOWED = LayerKV(kv_heads=1, k_dim=16, v_dim=16, window=40)

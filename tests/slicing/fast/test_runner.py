@@ -19,10 +19,10 @@ from slicing.fast.embedding import look_up
 from slicing.fast.loading import ModelTensors, build_runner, load_fast
 from slicing.fast.packed_layer import Packing
 from slicing.fast.packing import Form
-from slicing.fast.pages import MAX_STEP_ROWS
 from slicing.fast.runner import FastRunner
 from slicing.model_source import open_checkpoint
 from slicing.runner import PlainRunner
+from slicing.slab import MAX_STEP_ROWS
 from tests.support.families import NUM_LAYERS, VOCAB_SIZE, tiny_config, tiny_model, token_ids
 
 HIDDEN = 64
