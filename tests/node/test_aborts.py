@@ -8,13 +8,14 @@ import random
 import weakref
 
 from node.session import Session
+from routing.types import SessionId
 from tests.node.rig import Rig, until
 from tests.node.test_steps import Whole, rows_of, some_rows
 
 NUM_SESSIONS = 200
 
 
-async def abort_at_random(rig: Rig, chance: random.Random) -> None:
+async def abort_at_random(rig: Rig, chance: random.Random) -> SessionId:
     script = rig.script((rig.nodes[0], 0, 3), (rig.nodes[1], 3, 6))
     await script.open()
     position = 0
@@ -29,20 +30,24 @@ async def abort_at_random(rig: Rig, chance: random.Random) -> None:
     if chance.random() < 0.5:
         for link in rig.gateway.endpoint.links_to(rig.nodes[1].node_id):
             await link.send(cancel)
+    return script.session_id
 
 
 async def test_two_hundred_aborted_sessions_leave_nothing(rig: Rig) -> None:
     a, b = await rig.add_fake_node(0, 3), await rig.add_fake_node(3, 6)
     await rig.gateway.endpoint.dial(b.address)
     chance = random.Random(7)
+    aborted: set[SessionId] = set()
     for _ in range(NUM_SESSIONS // 10):
-        await asyncio.gather(*(abort_at_random(rig, chance) for _ in range(10)))
+        aborted.update(await asyncio.gather(*(abort_at_random(rig, chance) for _ in range(10))))
     for node in (a, b):
         await until(lambda node=node: node.stats.num_sessions == 0 and node.stats.kv_bytes == 0)
         await until(lambda node=node: not any(cache.is_open for cache in node.runner.caches))
     assert a.stats.sessions_opened == NUM_SESSIONS
     gc.collect()
-    assert [thing for thing in gc.get_objects() if type(thing) is Session] == []
+    left = [thing for thing in gc.get_objects() if type(thing) is Session]
+    assert [session for session in left if session.session_id in aborted] == []
+    assert len(aborted) == NUM_SESSIONS
     healthy = rig.script((a, 0, 3), (b, 3, 6))
     while not rig.gateway.inbox.empty():
         rig.gateway.inbox.get_nowait()

@@ -205,24 +205,34 @@ class Sessions(RuleBasedStateMachine):
         self.pool = PagePool(max_idle_bytes=50_000)
         self.written: dict[int, list[float]] = {}
         self.alive: dict[int, PagedCache] = {}
+        self.furthest: dict[int, int] = {}  # what a session, or the one that it was forked from, ever held
         self.count = 0
 
-    def add(self, cache: PagedCache, written: list[float]) -> int:
+    def add(self, cache: PagedCache, written: list[float], furthest: int) -> int:
         self.count += 1
         self.alive[self.count], self.written[self.count] = cache, written
+        self.furthest[self.count] = furthest
         return self.count
+
+    def is_far_back(self, name: int, position: int) -> bool:
+        return self.furthest[name] - position > ROLLBACK_ROWS - PAGE
 
     @rule(target=caches)
     def open(self) -> int:
-        return self.add(PagedCache(MIXED, self.pool), [])
+        return self.add(PagedCache(MIXED, self.pool), [], 0)
 
     @rule(name=caches, rows=st.integers(1, 200), back=st.integers(0, 90))
     def step(self, name: int, rows: int, back: int) -> None:
         position = max(len(self.written[name]) - back, 0)
         self.count += rows
         values = [float(self.count + offset) for offset in range(rows)]
-        write(self.alive[name], position, values)
+        try:
+            write(self.alive[name], position, values)
+        except CannotRollBack:
+            assert self.is_far_back(name, position)
+            return
         self.written[name] = self.written[name][:position] + values
+        self.furthest[name] = max(self.furthest[name], len(self.written[name]))
 
     @rule(name=caches, back=st.integers(0, 600))
     def truncate(self, name: int, back: int) -> None:
@@ -230,7 +240,7 @@ class Sessions(RuleBasedStateMachine):
         try:
             self.alive[name].truncate(position)
         except CannotRollBack:
-            assert back > ROLLBACK_ROWS - PAGE
+            assert self.is_far_back(name, position)
         else:
             self.written[name] = self.written[name][:position]
 
@@ -241,7 +251,7 @@ class Sessions(RuleBasedStateMachine):
             with pytest.raises(CannotRollBack):
                 self.alive[name].fork(length)
             return multiple()
-        return self.add(self.alive[name].fork(length), self.written[name][:length])
+        return self.add(self.alive[name].fork(length), self.written[name][:length], self.furthest[name])
 
     @rule(name=consumes(caches))
     def close(self, name: int) -> None:
