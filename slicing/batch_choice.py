@@ -16,19 +16,21 @@ MAX_DECODE_RUN = 4  # decode batches that may pass a prefill that cannot be spli
 MAX_DECODE_RUN_SPLIT = 8  # the same where pieces were dearer than hoped, and decoders are paid back
 FIRST_PIECE_ROWS = 32  # before anything is measured
 MIN_PIECE_ROWS = 4  # fewer read the weights, and the keys before them, for too little (performance.md 13)
+MIN_JOINED_ROWS = 2  # beside decode steps, for which the weights are read anyway
 MAX_PIECE_ROWS = 512  # kernels gain nothing from more, and a piece cannot be interrupted for others
 
 TARGET_MS = 50.0  # of a batch with a piece in it: a decoder that just missed it waits for so long
-# The same while nobody decodes; a short prompt behind a long one waits for so long. Reading the weights, which is most
-# of a decode step, is then a tenth of a piece.
-IDLE_STEPS = 10  # as long as so many decode steps
+# The same while nobody decodes. Where several sessions come and go, a short prompt behind a long one waits for a piece
+# as long as so many decode steps: reading the weights, which is most of one, is then a tenth of it.
+IDLE_STEPS = 10
 LEAST_IDLE_MS, IDLE_TARGET_MS = 25.0, 200.0
+WHOLE = 2.0  # a prefill that takes no longer than so many pieces goes in one
 # Decoders keep more than half their speed: those that are always there get SLOWDOWN, those that come and go wait for
 # half a piece on average.
 SLOWDOWN = 1.75  # of a decode batch by the piece in it
 LEAST_SLOWDOWN = 1.25  # where decode batches alone take longer than the target
 SHARE = SLOWDOWN - 1  # of the decoders' time that pieces may cost them
-SHORT_FIRST = 4  # of so many pieces all but one go to the prefill with the fewest rows left
+SHORT_FIRST = 4  # of so many pieces in a row all but one go to the prefill with the fewest rows left
 
 RECENT = (
     0.3  # weight of a new measurement: pieces grow dearer with the position, and are cheap again after it
@@ -55,6 +57,7 @@ class Waiting:
     is_decode: bool
     since: int  # number of the batch, or arrival, after which it was first in its queue: lower came earlier
     company: Hashable = None  # equal for those that came together; None: it came alone
+    is_begun: bool = False  # a piece of it was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,15 @@ class LaneView:
 
 
 @dataclass(frozen=True, slots=True)
+class Due:
+    """A decode step that is elsewhere, and comes back when its last rounds were true."""
+
+    lane: Lane
+    in_ms: float
+    patience_ms: float  # how long to wait for it at most: more than `in_ms`
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything that the decision depends on."""
 
@@ -124,7 +136,9 @@ class Snapshot:
     decode_ms: float = 0.0  # of a batch of decode steps of late; 0: nobody decodes, here or elsewhere
     decode_run: int = 0  # batches since a prefill that waits last had its turn
     debt_ms: float = 0.0  # what pieces took from decoders beyond their share
-    num_pieces: int = 0  # so far
+    num_passed: int = 0  # pieces in a row that did not go to the prefill that waited longest
+    due: Due | None = None  # the decode step that is expected next; None: none is, or it is overdue
+    has_company: bool = True  # of late several sessions were here at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +150,14 @@ class Share:
 
 
 def choose(snapshot: Snapshot) -> list[Share]:
-    """The next batch, decode steps first; empty only where nothing waits."""
+    """The next batch, decode steps first; empty where nothing waits, or only a prefill that goes with the step due."""
     decodes = _by_turn([waiting for waiting in snapshot.waiting if waiting.is_decode], snapshot)
     prefill = _next_prefill(snapshot)
     if prefill is None:
         return _decode_batch(decodes, snapshot)
     if not decodes:
-        return [_piece(prefill, 0, snapshot)]
-    if decodes[0].lane == prefill.lane and prefill.lane.max_works > 1 and prefill.lane.can_split:
+        return [] if _waits(prefill, snapshot) else [_piece(prefill, 0, snapshot)]
+    if _can_join(prefill, decodes[0].lane):
         batch = _decode_batch(decodes, snapshot, kept_free=1)
         rows = sum(share.rows for share in batch)
         if _may_join(prefill, rows, snapshot):
@@ -189,7 +203,7 @@ def _next_prefill(snapshot: Snapshot) -> Waiting | None:
     prefills = [waiting for waiting in snapshot.waiting if not waiting.is_decode]
     if not prefills:
         return None
-    is_short_first = (snapshot.num_pieces + 1) % SHORT_FIRST
+    is_short_first = snapshot.num_passed + 1 < SHORT_FIRST
 
     def key(waiting: Waiting) -> tuple[float, int, int]:
         rows = snapshot.tenant_rows.get(waiting.tenant, 0.0)
@@ -202,6 +216,19 @@ def _may_join(prefill: Waiting, decode_rows: int, snapshot: Snapshot) -> bool:
     """Whether a piece goes with the decode steps: not before it is known what those take alone."""
     is_known = snapshot.lanes[prefill.lane].decodes.knows(decode_rows)
     return (is_known and snapshot.debt_ms <= 0) or snapshot.decode_run >= MAX_DECODE_RUN_SPLIT
+
+
+def _can_join(prefill: Waiting, lane: Lane) -> bool:
+    return prefill.lane == lane and lane.max_works > 1 and lane.can_split
+
+
+def _waits(prefill: Waiting, snapshot: Snapshot) -> bool:
+    """Whether a prefill waits for a decode step that is all but here: a piece of its own would hold that up."""
+    due, view = snapshot.due, snapshot.lanes[prefill.lane]
+    if due is None or not _can_join(prefill, due.lane) or snapshot.decode_run >= MAX_DECODE_RUN_SPLIT:
+        return False
+    least_ms = (view.pieces if view.pieces.row_ms else view.decodes).expected_ms(MIN_PIECE_ROWS)
+    return least_ms is not None and due.in_ms < least_ms
 
 
 def _has_waited(prefill: Waiting, snapshot: Snapshot) -> bool:
@@ -219,31 +246,44 @@ def _piece(prefill: Waiting, decode_rows: int, snapshot: Snapshot) -> Share:
         return Share(prefill.session, prefill.rows)
     view = snapshot.lanes[lane]
     fitting = (view.pieces if view.pieces.row_ms else view.decodes).rows_within(
-        target_ms(view, decode_rows, snapshot.decode_ms)
+        target_ms(prefill, decode_rows, snapshot)
     )
     rows = FIRST_PIECE_ROWS if fitting is None else fitting - decode_rows
-    return Share(prefill.session, min(prefill.rows, MAX_PIECE_ROWS, max(MIN_PIECE_ROWS, rows)))
+    least = MIN_JOINED_ROWS if decode_rows else MIN_PIECE_ROWS
+    return Share(prefill.session, min(prefill.rows, MAX_PIECE_ROWS, max(least, rows)))
 
 
-def target_ms(view: LaneView, decode_rows: int, decode_ms: float) -> float:
+def target_ms(prefill: Waiting, decode_rows: int, snapshot: Snapshot) -> float:
     """How long a batch with a piece in it may take: beside decode steps, between those of others, or alone."""
+    view = snapshot.lanes[prefill.lane]
     if decode_rows:
         alone_ms = view.decodes.expected_ms(decode_rows)
         if alone_ms is None:
             return TARGET_MS
         return min(SLOWDOWN * alone_ms, max(TARGET_MS, LEAST_SLOWDOWN * alone_ms))
-    if decode_ms:
-        return min(decode_ms, TARGET_MS)
+    if snapshot.due is not None:
+        return min(max(snapshot.due.in_ms, snapshot.decode_ms), TARGET_MS)
+    if snapshot.decode_ms:
+        return min(snapshot.decode_ms, TARGET_MS)
+    if not snapshot.has_company:
+        return IDLE_TARGET_MS
     one_ms = view.decodes.expected_ms(1)
-    return IDLE_TARGET_MS if one_ms is None else min(IDLE_TARGET_MS, max(LEAST_IDLE_MS, IDLE_STEPS * one_ms))
+    idle_ms = TARGET_MS if one_ms is None else min(IDLE_TARGET_MS, max(LEAST_IDLE_MS, IDLE_STEPS * one_ms))
+    whole_ms = math.inf if prefill.is_begun else view.pieces.expected_ms(prefill.rows) or math.inf
+    return max(idle_ms, whole_ms) if whole_ms <= min(WHOLE * idle_ms, IDLE_TARGET_MS) else idle_ms
 
 
-def debt_after(snapshot: Snapshot, view: LaneView, decode_rows: int, piece_rows: int, ms: float) -> float:
-    """What pieces have taken from decoders beyond their share, after one more batch; 0 while nobody decodes."""
+def debt_after(
+    snapshot: Snapshot, view: LaneView, decode_rows: int, piece_rows: int, ms: float, waited_ms: float
+) -> float:
+    """What pieces have taken from decoders beyond their share, after one more batch; 0 while nobody decodes.
+
+    `waited_ms`: for how much of the batch a decode step waited that was not in it.
+    """
     if not snapshot.decode_ms:
         return 0.0
     alone_ms = ms if not piece_rows else (view.decodes.expected_ms(decode_rows) or 0.0)
-    extra_ms = max(0.0, ms - alone_ms)
+    extra_ms = max(0.0, ms - alone_ms) if decode_rows else waited_ms
     return min(TARGET_MS * SHORT_FIRST, max(0.0, snapshot.debt_ms + extra_ms - SHARE * alone_ms))
 
 

@@ -5,6 +5,7 @@ Who had how much, what batches took, and which sessions decode, here or at anoth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,6 +14,7 @@ from slicing.batch_choice import (
     MAX_DECODE_ROWS,
     RECENT,
     TARGET_MS,
+    Due,
     Lane,
     LaneView,
     Share,
@@ -25,6 +27,8 @@ from slicing.batch_choice import (
 
 ACTIVE_S = 1.0  # a session that decodes comes again within it, or within a few of its own rounds
 ACTIVE_ROUNDS = 4
+LATE = 0.25  # of its round a decode step may be late until nobody waits for it any more
+COMPANY_S = 10.0  # for how long several sessions at a time are taken to be what is usual
 # A stage that others wait for has no use for small groups: it takes one more step at a time while it hardly idles, and
 # gives half of them back once it does, for then the others wait in one group for it.
 WINDOW_MS = 250.0  # about ten batches of a small model
@@ -47,6 +51,7 @@ class _Decoder:
     stages: int
     seen: float
     round_s: float = 0.0
+    last_round_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -72,9 +77,12 @@ class Ledger:
         self._decode_ms = 0.0
         self._decode_run = 0
         self._debt_ms = 0.0
-        self._num_pieces = 0
+        self._num_passed = 0
         self._window = _Window()
         self._more_steps = 0  # in a batch than the stages alone would have it
+        self._chosen_at = 0.0
+        self._arrivals: dict[Hashable, float] = {}  # when something last came of a session, the newest last
+        self._company_at = -math.inf  # when a session came and another one was here
 
     def tick(self) -> int:
         """The next number in the order of things."""
@@ -83,6 +91,9 @@ class Ledger:
 
     def note_arrival(self, session: Hashable, lane: Lane, stages: int, rows: int, now: float) -> None:
         """A job was queued: its session decodes, or does not now."""
+        _remember(self._arrivals, session, now)
+        if len(self._arrivals) > 1:
+            self._note_company(now)
         if rows > MAX_DECODE_ROWS:
             self._decoders.pop(session, None)
             return
@@ -93,11 +104,28 @@ class Ledger:
                 self._drop_idle(now)
         else:
             decoder.lane, decoder.stages = lane, stages
-            decoder.round_s, decoder.seen = now - decoder.seen, now
+            decoder.last_round_s, decoder.round_s, decoder.seen = decoder.round_s, now - decoder.seen, now
 
     def forget(self, session: Hashable) -> None:
         """A session ended, or starts anew."""
         self._decoders.pop(session, None)
+        self._arrivals.pop(session, None)
+
+    @property
+    def num_decoders(self) -> int:
+        """Sessions that decode, here or elsewhere now; those that have stopped of late count too."""
+        return len(self._decoders)
+
+    @property
+    def patience_s(self) -> float:
+        """How long what was left out of the last snapshot's batch waits for the step that is due."""
+        due = self._chosen_from.due
+        return 0.0 if due is None else max(0.0, due.patience_ms / 1000)
+
+    def expected_ms(self, lane: Lane, rows: int) -> float:
+        """What a batch of decode steps with so many rows will take; infinity before any was measured."""
+        expected = self._views.get(lane, LaneView()).decodes.expected_ms(rows)
+        return math.inf if expected is None else expected
 
     def snapshot(self, waiting: Sequence[Waiting], now: float) -> Snapshot:
         """Everything that the next decision depends on. `note_batch` belongs to the last one."""
@@ -106,6 +134,7 @@ class Ledger:
             self._drop_idle(now)
             self._admit_tenants(waiting)
         lanes = {entry.lane for entry in waiting}
+        self._chosen_at = now
         self._chosen_from = Snapshot(
             waiting,
             {lane: self._view(lane, is_single=is_single) for lane in lanes},
@@ -114,7 +143,9 @@ class Ledger:
             decode_ms=(self._decode_ms or TARGET_MS) if self._decoders else 0.0,
             decode_run=self._decode_run,
             debt_ms=self._debt_ms,
-            num_pieces=self._num_pieces,
+            num_passed=self._num_passed,
+            due=None if any(entry.is_decode for entry in waiting) else self._due(now),
+            has_company=now - self._company_at <= COMPANY_S,
         )
         return self._chosen_from
 
@@ -132,12 +163,16 @@ class Ledger:
                 _remember(self._tenant_turns, entry.tenant, turn)
             else:
                 piece_rows += share.rows
+                mates = [e for e in waiting.values() if not e.is_decode and e.tenant == entry.tenant]
+                is_oldest = entry.since == min(mate.since for mate in mates)
+                self._num_passed = 0 if is_oldest else self._num_passed + 1
                 rows = self._tenant_rows.get(entry.tenant, 0.0)
                 self._floor_rows = max(self._floor_rows, rows)
                 _remember(self._tenant_rows, entry.tenant, rows + share.rows)
         lane = waiting[batch[0].session].lane
         view = self._views.get(lane, LaneView())
-        self._debt_ms = debt_after(self._chosen_from, view, decode_rows, piece_rows, ms)
+        waited_ms = self._waited_ms(ms) if piece_rows and not decode_rows else 0.0
+        self._debt_ms = debt_after(self._chosen_from, view, decode_rows, piece_rows, ms, waited_ms)
         _remember(self._views, lane, with_time(view, decode_rows, piece_rows, ms))
         self._note_turn(piece_rows, ms)
         ready = sum(entry.is_decode and entry.lane == lane for entry in waiting.values())
@@ -148,7 +183,6 @@ class Ledger:
     def _note_turn(self, piece_rows: int, ms: float) -> None:
         if piece_rows:
             self._decode_run = 0
-            self._num_pieces += 1
             return
         has_prefill = any(not entry.is_decode for entry in self._chosen_from.waiting)
         self._decode_run = self._decode_run + 1 if has_prefill else 0
@@ -174,6 +208,33 @@ class Ledger:
             return view
         stages = [decoder.stages for decoder in self._decoders.values() if decoder.lane == lane]
         return replace(view, decode_limit=stage_limit(stages) + self._more_steps)
+
+    def _note_company(self, now: float) -> None:
+        """Something came: was another session here too?"""
+        oldest = next(iter(self._arrivals))
+        while now - self._arrivals[oldest] > COMPANY_S:
+            del self._arrivals[oldest]
+            oldest = next(iter(self._arrivals))
+        if len(self._arrivals) > 1:
+            self._company_at = now
+
+    def _due(self, now: float) -> Due | None:
+        """The decode step that comes back next. The shorter of its last two rounds counts: early is worse than late."""
+        due: Due | None = None
+        for decoder in self._decoders.values():
+            round_ms = min(decoder.round_s, decoder.last_round_s) * 1000
+            in_ms = round_ms - (now - decoder.seen) * 1000
+            late_ms = min(LATE * round_ms, self._decode_ms)
+            if round_ms and in_ms > -late_ms and (due is None or in_ms < due.in_ms):
+                due = Due(decoder.lane, in_ms, in_ms + late_ms)
+        return due
+
+    def _waited_ms(self, ms: float) -> float:
+        """For how much of a batch without decode steps one was waiting."""
+        if any(entry.is_decode for entry in self._chosen_from.waiting):
+            return ms
+        came = [decoder.seen for decoder in self._decoders.values() if decoder.seen > self._chosen_at]
+        return max(0.0, ms - (min(came) - self._chosen_at) * 1000) if came else 0.0
 
     def _drop_idle(self, now: float) -> None:
         """Forget sessions that have not decoded for longer than a few of their rounds."""

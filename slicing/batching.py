@@ -1,7 +1,8 @@
 """A fair queue in front of the one thread that computes, several sessions' jobs in a call.
 
-What is queued goes at once; nothing waits for company. What goes together is decided by `batch_choice`. Knows nothing
-of models or links: `run` computes parts of jobs on the thread, and jobs finish on the event loop.
+What is queued goes at once; nothing waits for company. What goes together is decided by `batch_choice`. Decode steps
+that take no longer than it takes to notice are computed by the event loop itself, while the thread has nothing to do.
+Knows nothing of models or links: `run` computes parts of jobs, one batch at a time, and jobs finish on the event loop.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 IDLE_LOOK_S = 0.5  # how exact the idle time is where sessions end meanwhile
+# Handing a batch over to the thread and back takes 0.1 to 0.5 ms, more where cores are scarce. The loop does nothing
+# else while it computes: whoever has something for it waits for a batch as short as this.
+SHORT_MS = 20.0
+# Until then the loop goes round so often where several sessions decode: what it has just finished leaves (a link and
+# its websocket gather what goes together, each for a turn), and what was sent together has come.
+SETTLE_TURNS = 4
 HISTOGRAM_POWERS = 13  # 1, 2, 4 ... 4096 rows and more
 
 
@@ -100,7 +107,7 @@ class BatchCounts:
 class _Queue(Generic[SomeJob]):
     """A session's jobs in order, but for one that is computed now."""
 
-    __slots__ = ("company", "is_decode", "jobs", "since")
+    __slots__ = ("company", "is_begun", "is_decode", "jobs", "since")
 
     def __init__(self, job: SomeJob, since: int, company: Hashable) -> None:
         self.jobs = deque((job,))
@@ -110,25 +117,36 @@ class _Queue(Generic[SomeJob]):
         """The first job is new here."""
         self.since, self.company = since, company
         self.is_decode = self.jobs[0].rows <= MAX_DECODE_ROWS
+        self.is_begun = False
 
     def put_back(self, job: SomeJob) -> None:
         """A piece of a prefill was computed: the rest goes before what came behind it, and waits as long as it did."""
         self.jobs.appendleft(job)
-        self.is_decode = False
+        self.is_decode, self.is_begun = False, True
 
     def waiting(self) -> Waiting:
         """What the decision knows of the first job."""
         job = self.jobs[0]
-        return Waiting(job.session, job.tenant, job.lane, job.rows, self.is_decode, self.since, self.company)
+        return Waiting(
+            job.session,
+            job.tenant,
+            job.lane,
+            job.rows,
+            self.is_decode,
+            self.since,
+            self.company,
+            self.is_begun,
+        )
 
 
 class BatchQueue(Generic[SomeJob]):
     """Jobs of many sessions on their way through one compute thread.
 
-    `run` is called on the thread with parts of one lane: it computes `part.rows` rows of each job and lowers `job.rows`
-    by them. What it raises is not the fault of all: each part is computed again alone, and fails alone.
+    `run` is called with parts of one lane: it computes `part.rows` rows of each job and lowers `job.rows` by them. What
+    it raises is not the fault of all: each part is computed again alone, and fails alone.
 
-    `submit`, `discard` and `call` belong to the event loop; choosing belongs to the thread; one lock lies between.
+    `submit`, `discard` and `call` belong to the event loop; choosing belongs to whoever computes next, and that is the
+    thread but for batches of decode steps that are expected to take `short_ms` or less (0: always the thread).
     """
 
     def __init__(
@@ -140,10 +158,12 @@ class BatchQueue(Generic[SomeJob]):
     ) -> None:
         self.counts = BatchCounts()
         self.is_open: Callable[[], bool] = lambda: False  # whether time without work counts as idle
+        self.short_ms = SHORT_MS
         self._run = run
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is queued and known
+        self._computing = threading.Lock()  # held by whoever computes
         self._wakes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._queues: dict[Hashable, _Queue[SomeJob]] = {}
         self._ledger = Ledger()
@@ -151,7 +171,9 @@ class BatchQueue(Generic[SomeJob]):
         self._turn = 0  # the number of what the loop has at hand
         self._will_wake = False  # once the loop has taken in what it has at hand
         self._has_turn = False  # a batch is due among the thread's work
-        self._running: tuple[int, float] | None = None  # rows (0: a call) and since when, of the thread
+        self._running: tuple[int, float] | None = None  # rows (0: a call) and since when
+        self._on_loop_s = 0.0  # computed on the loop so far
+        self._look_s: float | None = None  # of the thread: how long to wait for what is due
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -173,11 +195,7 @@ class BatchQueue(Generic[SomeJob]):
                 queue.jobs.append(job)
                 if len(queue.jobs) == 1:
                     queue.wait(since, company)
-        if not self._will_wake:
-            self._will_wake = True
-            self._loop.call_soon(
-                self._wake
-            )  # behind what the loop has at hand: steps that came together go together
+        self._wake_soon()
 
     def discard(self, session: Hashable) -> list[SomeJob]:
         """Drop the session's queued jobs and return them: a prefill between two pieces is one of them.
@@ -197,8 +215,8 @@ class BatchQueue(Generic[SomeJob]):
 
     @property
     def busy(self) -> tuple[int, float]:
-        """Rows of the batch that the thread computes (0: something else), and for how many seconds it has; 0: idle."""
-        running = self._running  # replaced as a whole by the thread
+        """Rows of the batch that is computed (0: something else), and for how many seconds it has been; 0: idle."""
+        running = self._running  # replaced as a whole
         return (0, 0.0) if running is None else (running[0], self._clock() - running[1])
 
     async def call(self, work: Callable[[], Result]) -> Result:
@@ -223,39 +241,84 @@ class BatchQueue(Generic[SomeJob]):
         self._wakes.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    def _wake_soon(self) -> None:
+        if not self._will_wake:
+            self._will_wake = True
+            # behind what the loop has at hand: steps that came together go together
+            self._loop.call_soon(self._settle, SETTLE_TURNS if self._ledger.num_decoders > 1 else 1)
+
+    def _settle(self, turns: int) -> None:
+        if turns > 1:
+            self._loop.call_soon(self._settle, turns - 1)
+        else:
+            self._wake()
+
     def _wake(self) -> None:
         self._will_wake = False
+        if not self._computing.acquire(blocking=False):
+            self._hand_over()
+            return
+        try:
+            with self._lock:
+                taken = self._take(self._choose_short())
+            if taken:
+                began = self._clock()
+                ended = self._run_taken(taken)
+                self._on_loop_s += self._clock() - began
+                self._running = None
+        finally:
+            self._computing.release()
+        if not taken:
+            self._hand_over()
+            return
+        if self._queues:
+            self._wake_soon()
+        if len(ended) == 1:
+            ended[0].finish()
+        else:
+            self._finish(ended)
+
+    def _hand_over(self) -> None:
         with self._lock:
             self._ask_for_turn()
 
-    # On the compute thread ------------------------------------------------------------------------------------
+    # By whoever computes --------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (wake := self._next_wake()) is not None:
-            self._running = 0, self._clock()
-            wake()
-            self._running = None
+            with self._computing:
+                self._running = 0, self._clock()
+                wake()
+                self._running = None
 
     def _next_wake(self) -> Callable[[], None] | None:
-        """Wait for work. Time counts as idle while sessions are open."""
-        while self.is_open():
-            began = self._clock()
+        """Wait for work. Time counts as idle while sessions are open, but for what the loop computes meanwhile."""
+        while self.is_open() or self._look_s is not None:
+            began, on_loop_s = self._clock(), self._on_loop_s
+            look_s, self._look_s = self._look_s, None
             try:
-                return self._wakes.get(timeout=IDLE_LOOK_S)
+                return self._wakes.get(timeout=IDLE_LOOK_S if look_s is None else look_s)
             except Empty:
-                pass
+                if look_s is not None:
+                    return self._run_next
             finally:
-                self.counts.idle_s += self._clock() - began
+                self.counts.idle_s += max(0.0, self._clock() - began - (self._on_loop_s - on_loop_s))
         return self._wakes.get()
 
     def _run_next(self) -> None:
         with self._lock:
             self._has_turn = False
-            taken = self._take()
-            if any(queue.jobs for queue in self._queues.values()):
-                self._ask_for_turn()
-        if not taken:
-            return  # its job went with an earlier batch, or was discarded
+            taken = self._take(self._choose())
+        if not taken:  # its job went with an earlier batch, or was discarded; or a prefill waits for company
+            self._look_s = self._ledger.patience_s if self._queues else None
+            return
+        ended = self._run_taken(taken)
+        if self._queues:
+            self._hand_over()
+        self._post(self._finish, ended)
+
+    def _run_taken(self, taken: Sequence[tuple[Part[SomeJob], _Queue[SomeJob]]]) -> list[SomeJob]:
+        """Compute a batch, and return the jobs that have ended with it."""
         parts = [part for part, _ in taken]
         began = self._clock()
         idle_ms = (began - self._ended) * 1000
@@ -272,7 +335,7 @@ class BatchQueue(Generic[SomeJob]):
             has_piece = self._ledger.note_batch(batch, ms, idle_ms)
             ended = [part.job for part, queue in taken if self._has_ended(part.job, queue)]
         self.counts.add(len(parts), sum(part.rows for part in parts), has_piece=has_piece)
-        self._post(self._finish, ended)
+        return ended
 
     def _ask_for_turn(self) -> None:
         """One batch more, behind what the thread has to do. Under the lock."""
@@ -280,16 +343,27 @@ class BatchQueue(Generic[SomeJob]):
             self._has_turn = True
             self._wakes.put(self._run_next)
 
-    def _take(self) -> list[tuple[Part[SomeJob], _Queue[SomeJob]]]:
+    def _choose(self) -> list[Share]:
         waiting = [queue.waiting() for queue in self._queues.values()]
-        if not waiting:
-            return []
-        shares = choose(self._ledger.snapshot(waiting, self._clock()))
-        return [self._take_share(share) for share in shares]
+        return choose(self._ledger.snapshot(waiting, self._clock())) if waiting else []
 
-    def _take_share(self, share: Share) -> tuple[Part[SomeJob], _Queue[SomeJob]]:
-        queue = self._queues[share.session]
-        return Part(queue.jobs.popleft(), share.rows), queue
+    def _choose_short(self) -> list[Share]:
+        """The next batch if the loop may compute it: decode steps alone, whose time is known to be short."""
+        if self._has_turn or not self._queues or not self.short_ms:
+            return []
+        firsts = [(queue.jobs[0].lane, queue.is_decode) for queue in self._queues.values()]
+        if not all(is_decode and lane.max_works > 1 for lane, is_decode in firsts):
+            return []
+        shares = self._choose()
+        lane, rows = self._queues[shares[0].session].jobs[0].lane, sum(share.rows for share in shares)
+        return shares if self._ledger.expected_ms(lane, rows) <= self.short_ms else []
+
+    def _take(self, shares: Sequence[Share]) -> list[tuple[Part[SomeJob], _Queue[SomeJob]]]:
+        queues = [self._queues[share.session] for share in shares]
+        return [
+            (Part(queue.jobs.popleft(), share.rows), queue)
+            for share, queue in zip(shares, queues, strict=True)
+        ]
 
     def _compute(self, parts: Sequence[Part[SomeJob]]) -> None:
         before = [part.job.rows for part in parts]
@@ -305,17 +379,15 @@ class BatchQueue(Generic[SomeJob]):
                     self._compute([part])
 
     def _has_ended(self, job: SomeJob, queue: _Queue[SomeJob]) -> bool:
-        """Whether a job that was computed has nothing left; else it is queued again, in front."""
+        """Whether a job that was computed has nothing left; else it is queued again, in front. Under the lock."""
         is_there = self._queues.get(job.session) is queue
         if job.rows and not is_there:
             job.fail(Dropped())
         if job.rows:
             queue.put_back(job)
-            self._ask_for_turn()
             return False
         if is_there and queue.jobs:
             queue.wait(self._ledger.tick())
-            self._ask_for_turn()
         elif is_there:
             del self._queues[job.session]
         return True

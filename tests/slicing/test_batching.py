@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import pytest_asyncio
@@ -20,7 +21,9 @@ from slicing.batch_choice import (
     MAX_DECODE_RUN,
     MAX_DECODE_RUN_SPLIT,
     MAX_PIECE_ROWS,
+    MIN_JOINED_ROWS,
     MIN_PIECE_ROWS,
+    Due,
     Lane,
     LaneView,
     RowTimes,
@@ -32,7 +35,7 @@ from slicing.batch_choice import (
     target_ms,
 )
 from slicing.batch_ledger import Ledger
-from slicing.batching import BatchQueue, Dropped, Part
+from slicing.batching import SETTLE_TURNS, SHORT_MS, BatchQueue, Dropped, Part
 
 INVARIANT = Lane("invariant", max_works=16, can_split=True)
 PLAIN = Lane("plain")
@@ -93,7 +96,9 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         decode_ms=draw(st.sampled_from([0.0, 5.0, 80.0])),
         decode_run=draw(st.integers(0, 9)),
         debt_ms=draw(st.sampled_from([0.0, 40.0])),
-        num_pieces=draw(numbers),
+        num_passed=draw(st.integers(0, 5)),
+        due=draw(st.none() | st.builds(Due, st.sampled_from(LANES), st.floats(-5, 60), st.floats(60, 90))),
+        has_company=draw(st.booleans()),
     )
 
 
@@ -102,8 +107,10 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 def test_every_batch_obeys_the_rules(given: Snapshot) -> None:
     batch = choose(given)
     by_session = {entry.session: entry for entry in given.waiting}
-    assert bool(batch) == bool(given.waiting)  # what waits goes: never for company
-    if not batch:
+    if (
+        not batch
+    ):  # what waits goes, but for a prefill that is to go with the decode step that is all but here
+        assert not given.waiting or (given.due is not None and not any(e.is_decode for e in given.waiting))
         return
     chosen = [by_session[share.session] for share in batch]
     lane, view = chosen[0].lane, given.lanes[chosen[0].lane]
@@ -121,7 +128,7 @@ def test_every_batch_obeys_the_rules(given: Snapshot) -> None:
     for share, entry in zip(batch, chosen, strict=True):
         is_whole = share.rows == entry.rows
         assert is_whole or (
-            lane.can_split and not entry.is_decode and MIN_PIECE_ROWS <= share.rows < entry.rows
+            lane.can_split and not entry.is_decode and MIN_JOINED_ROWS <= share.rows < entry.rows
         )
     if len(decodes) == len(chosen):  # as many decode steps as may go together
         ready = sum(entry.is_decode and entry.lane == lane for entry in given.waiting)
@@ -134,13 +141,14 @@ def test_a_piece_keeps_its_batch_within_the_target_by_what_was_measured(given: S
     batch = choose(given)
     by_session = {entry.session: entry for entry in given.waiting}
     piece = next((share for share in batch if not by_session[share.session].is_decode), None)
-    if piece is None or piece.rows in (MIN_PIECE_ROWS, by_session[piece.session].rows):
+    if piece is None or piece.rows in (MIN_JOINED_ROWS, MIN_PIECE_ROWS, by_session[piece.session].rows):
         return  # the least that goes, or all there is
     view = given.lanes[by_session[piece.session].lane]
     times = view.pieces if view.pieces.row_ms else view.decodes
     if times.row_ms:
         rows = sum(share.rows for share in batch)
-        assert times.expected_ms(rows) <= target_ms(view, rows - piece.rows, given.decode_ms) + 1e-6
+        target = target_ms(by_session[piece.session], rows - piece.rows, given)
+        assert times.expected_ms(rows) <= target + 1e-6
 
 
 def test_tenants_take_turns_however_many_sessions_they_have() -> None:
@@ -175,8 +183,12 @@ def test_a_crowd_that_came_together_does_not_go_before_other_tenants() -> None:
 
 def test_a_short_prompt_goes_before_a_long_one_and_does_not_stop_it() -> None:
     entries = [waiting("long", 8000, since=0), waiting("short", 100, since=1)]
-    order = [choose(snapshot(*entries, num_pieces=number))[0].session for number in range(8)]
-    assert Counter(order) == {"short": 6, "long": 2}
+    ledger, order = Ledger(), []
+    for _ in range(8):
+        (share,) = choose(ledger.snapshot(entries, 0.0))
+        ledger.note_batch([share], 1.0)
+        order.append(share.session)
+    assert order == ["short", "short", "short", "long"] * 2
 
 
 def test_a_prefill_that_cannot_be_split_goes_alone_after_a_few_decode_batches() -> None:
@@ -256,28 +268,39 @@ class Simulation:
     def run(self, until_ms: float) -> None:
         waiting_now: set[str] = set()
         while self.now < until_ms:
-            for name, stream in self.streams.items():
-                if stream.rows_left and stream.ready_at <= self.now and name not in waiting_now:
-                    waiting_now.add(name)
-                    stream.since = self.ledger.tick()
-                    self.ledger.note_arrival(
-                        name, INVARIANT, stream.stages, stream.rows_left, stream.ready_at / 1000
-                    )
+            self._arrive(waiting_now)
+            coming = [
+                stream.ready_at
+                for name, stream in self.streams.items()
+                if stream.rows_left and name not in waiting_now
+            ]
             if not waiting_now:
-                coming = [stream.ready_at for stream in self.streams.values() if stream.rows_left]
                 if not coming:
                     return
                 self.now = min(coming)
                 continue
             waits = [self._waiting(self.streams[name]) for name in sorted(waiting_now)]
             batch = choose(self.ledger.snapshot(waits, self.now / 1000))
+            if not batch:  # for the step that is due
+                self.now = min(*coming, self.now + max(0.001, self.ledger.patience_s * 1000))
+                continue
             rows = sum(share.rows for share in batch)
             ms = self.fixed_ms + self.row_ms * rows + self._keys_ms(batch)
             self.now += ms
+            self._arrive(waiting_now)
             self.ledger.note_batch(batch, ms)
             self.batches.append({share.session: share.rows for share in batch})
             for share in batch:
                 self._take(self.streams[share.session], share.rows, waiting_now)
+
+    def _arrive(self, waiting_now: set[str]) -> None:
+        for name, stream in self.streams.items():
+            if stream.rows_left and stream.ready_at <= self.now and name not in waiting_now:
+                waiting_now.add(name)
+                stream.since = self.ledger.tick()
+                self.ledger.note_arrival(
+                    name, INVARIANT, stream.stages, stream.rows_left, stream.ready_at / 1000
+                )
 
     def _keys_ms(self, batch: Sequence[Share]) -> float:
         prefills = [self.streams[share.session] for share in batch if self.streams[share.session].is_prefill]
@@ -338,8 +361,59 @@ def test_pieces_are_as_long_as_ten_decode_steps_while_nobody_decodes() -> None:
     view = LaneView(decodes=measured({1: 5.0}), pieces=measured({128: 128 * 0.3}))
     (share,) = choose(snapshot(waiting("p", 4096), lanes={INVARIANT: view}))
     assert share.rows == int(10 * 5.0 / 0.3)
-    (unknown,) = choose(snapshot(waiting("p", 4096), lanes={INVARIANT: LaneView(pieces=view.pieces)}))
-    assert unknown.rows > 3 * share.rows
+    (lone,) = choose(snapshot(waiting("p", 4096), lanes={INVARIANT: view}, has_company=False))
+    assert lone.rows == MAX_PIECE_ROWS > 3 * share.rows
+
+
+def test_a_prompt_that_takes_little_longer_than_a_piece_goes_in_one() -> None:
+    view = LaneView(decodes=measured({1: 5.0}), pieces=measured({16: 16 * 1.0}))
+    for prompt, rows in ((90, 90), (110, 50)):  # a piece takes 50 ms
+        (share,) = choose(snapshot(waiting("p", prompt), lanes={INVARIANT: view}))
+        assert share.rows == rows
+    begun = replace(waiting("p", 90), is_begun=True)  # of a long one
+    (share,) = choose(snapshot(begun, lanes={INVARIANT: view}))
+    assert share.rows == 50
+
+
+def test_a_prefill_waits_for_the_decode_step_that_is_all_but_here_and_goes_with_it() -> None:
+    view = LaneView(decodes=measured({1: 5.0}), pieces=measured({1: 5.0, 4: 9.0}))
+    known = {"lanes": {INVARIANT: view, PLAIN: LaneView()}, "decode_ms": 5.0}
+    prefill = waiting("p", 4096)
+    assert choose(snapshot(prefill, due=Due(INVARIANT, 4.0, 6.0), **known)) == []
+    (between,) = choose(snapshot(prefill, due=Due(INVARIANT, 30.0, 35.0), **known))
+    assert view.pieces.expected_ms(between.rows) <= 30.0  # and one that is over by then does not wait
+    assert choose(snapshot(prefill, due=Due(PLAIN, 4.0, 6.0), **known))  # with whose steps it cannot go
+    assert choose(snapshot(prefill, due=Due(INVARIANT, 4.0, 6.0), **known, decode_run=MAX_DECODE_RUN_SPLIT))
+    assert len(choose(snapshot(prefill, waiting("d"), **known))) == 2
+
+
+def test_a_decode_step_is_due_after_the_shorter_of_its_last_two_rounds_and_then_overdue() -> None:
+    ledger = Ledger()
+    for now in (0.0, 0.030, 0.080):  # rounds of 30 and 50 ms
+        ledger.note_arrival("d", INVARIANT, 2, 1, now)
+    ledger.note_batch(choose(ledger.snapshot([waiting("d")], 0.080)), 8.0)
+    prefill = [waiting("p", 400)]
+    due = ledger.snapshot(prefill, 0.090).due
+    assert due is not None
+    assert (due.in_ms, due.patience_ms) == (pytest.approx(20.0), pytest.approx(27.5))
+    assert ledger.snapshot(prefill, 0.116).due is not None
+    assert ledger.snapshot(prefill, 0.118).due is None
+    assert ledger.snapshot([waiting("d"), *prefill], 0.090).due is None  # it is here
+    ledger.forget("d")
+    assert ledger.snapshot(prefill, 0.090).due is None
+
+
+def test_company_is_sessions_at_the_same_time_not_one_after_the_other() -> None:
+    ledger = Ledger()
+    for number in range(3):
+        ledger.note_arrival(f"s{number}", INVARIANT, 1, 400, float(number))
+        assert not ledger.snapshot([waiting(f"s{number}", 400)], number + 0.5).has_company
+        ledger.forget(f"s{number}")
+    ledger.note_arrival("a", INVARIANT, 1, 400, 10.0)
+    ledger.note_arrival("b", INVARIANT, 1, 400, 11.0)
+    assert ledger.snapshot([waiting("a", 400)], 12.0).has_company
+    ledger.note_arrival("a", INVARIANT, 1, 400, 40.0)
+    assert not ledger.snapshot([waiting("a", 400)], 41.0).has_company
 
 
 @pytest.mark.parametrize("tenant", ["t", "u"])
@@ -466,12 +540,11 @@ async def test_steps_of_a_chain_that_come_in_one_turn_are_not_parted_for_its_sta
     queue.submit(FakeJob("blocker"))
     await asyncio.to_thread(work.entered.wait, 10)
     jobs = [FakeJob(name, stages=4) for name in "abcd"]
-    for job in jobs[:2]:
-        queue.submit(job)
-    await asyncio.sleep(0)
-    for job in jobs[2:]:
-        queue.submit(job)
-    await asyncio.sleep(0)
+    for pair in (jobs[:2], jobs[2:]):
+        for job in pair:
+            queue.submit(job)
+        for _ in range(SETTLE_TURNS):
+            await asyncio.sleep(0)
     work.gate.set()
     async with asyncio.timeout(10):
         while not all(job.num_finished for job in jobs):
@@ -606,6 +679,105 @@ async def test_batches_and_idle_time_are_counted(queue: BatchQueue[FakeJob], wor
     await asyncio.sleep(0.05)
     assert await queue.call(lambda: 1) == 1
     assert 0.04 < counts.idle_s < 5
+
+
+async def settled(job: FakeJob) -> None:
+    async with asyncio.timeout(10):
+        while not job.num_finished:
+            await asyncio.sleep(0.001)
+
+
+async def test_decode_steps_known_to_be_short_are_computed_by_the_loop_itself(
+    queue: BatchQueue[FakeJob], work: FakeWork
+) -> None:
+    work.gate.set()
+    queue.is_open = lambda: True
+    for rows, where in ((1, "thread"), (1, "loop"), (40, "thread"), (1, "loop")):
+        work.threads.clear()
+        job = FakeJob("a", rows)
+        queue.submit(job)
+        await settled(job)
+        is_here = work.threads == {threading.get_ident()}
+        assert where == ("loop" if is_here else "thread")
+    assert queue.counts.batches == queue.counts.works == 4
+    assert queue.busy == (0, 0.0)
+
+
+@pytest.mark.parametrize("why", ["slow", "never", "plain"])
+async def test_decode_steps_that_hold_the_loop_up_are_not_computed_by_it(why: str) -> None:
+    clock = itertools.count(step=SHORT_MS / 1000) if why == "slow" else None
+    work = FakeWork()
+    work.gate.set()
+    queue: BatchQueue[FakeJob] = BatchQueue(
+        work.run, clock=time.perf_counter if clock is None else lambda: next(clock)
+    )
+    queue.short_ms = 0.0 if why == "never" else SHORT_MS / 2
+    for _ in range(3):
+        job = FakeJob("a", lane=PLAIN if why == "plain" else INVARIANT)
+        queue.submit(job)
+        await settled(job)
+    assert threading.get_ident() not in work.threads
+    await queue.close()
+
+
+async def test_the_loop_leaves_decode_steps_to_the_thread_while_that_computes_or_a_prefill_waits(
+    queue: BatchQueue[FakeJob], work: FakeWork
+) -> None:
+    work.gate.set()
+    first = FakeJob("a")
+    queue.submit(first)
+    await settled(first)  # what a step takes is known from here
+    work.threads.clear()
+    prefill, decode = FakeJob("p", 3000), FakeJob("a")
+    work.gate.clear()
+    work.entered.clear()
+    queue.submit(prefill)
+    await asyncio.to_thread(work.entered.wait, 10)
+    queue.submit(decode)
+    for _ in range(2 * SETTLE_TURNS):
+        await asyncio.sleep(0)
+    assert not decode.num_finished
+    work.gate.set()
+    await settled(decode)
+    await settled(prefill)
+    assert threading.get_ident() not in work.threads
+
+
+async def test_what_fails_on_the_loop_fails_alone_too(queue: BatchQueue[FakeJob], work: FakeWork) -> None:
+    work.gate.set()
+    for name in "ab":
+        job = FakeJob(name)
+        queue.submit(job)
+        await settled(job)
+    work.threads.clear()
+    jobs = [FakeJob(name, is_poisoned=name == "b") for name in "abc"]
+    for job in jobs:
+        queue.submit(job)
+    for job in jobs:
+        await settled(job)
+    assert work.threads == {threading.get_ident()}
+    assert [type(job.error) for job in jobs] == [type(None), ValueError, type(None)]
+
+
+async def test_what_the_loop_computes_is_not_counted_as_idle(work: FakeWork) -> None:
+    def run(parts: Sequence[Part[FakeJob]]) -> None:
+        work.run(parts)
+        time.sleep(0.01)
+
+    queue = BatchQueue(run)
+    queue.is_open = lambda: True
+    work.gate.set()
+    await queue.call(lambda: None)
+    begun = time.perf_counter()
+    for _ in range(10):
+        job = FakeJob("a")
+        queue.submit(job)
+        await settled(job)
+    await queue.call(lambda: None)
+    took_s = time.perf_counter() - begun
+    assert threading.get_ident() in work.threads
+    assert queue.counts.idle_s <= took_s - 0.1 + 0.01
+    await queue.close()
 
 
 async def test_closing_drops_what_is_queued_and_ends_the_thread(work: FakeWork) -> None:
