@@ -164,6 +164,8 @@ class SliceLoader:
             self._threads = loaded.threads
             if loaded.threads > 1 and not hasattr(read.runner, "set_threads"):  # a fast runner has its own
                 self._scheduler.threads = ThreadWatch(loaded.threads)
+                self._scheduler.short_ms = 0.0  # two threads that compute would have a pool of torch's each
+            torch.set_num_threads(loaded.threads)  # of this thread too: it computes short batches
             return loaded
         await self._scheduler.call(partial(use_threads, read.runner, self._threads))
         layer_ms = await self._layer_ms(read.runner, read.spec)

@@ -172,7 +172,8 @@ class BatchQueue(Generic[SomeJob]):
         self._will_wake = False  # once the loop has taken in what it has at hand
         self._has_turn = False  # a batch is due among the thread's work
         self._running: tuple[int, float] | None = None  # rows (0: a call) and since when
-        self._on_loop_s = 0.0  # computed on the loop so far
+        self._idle_since: float | None = None  # not counted yet; None: not idle, or no session is open
+        self._is_watching = False  # the thread looks now and then whether sessions are open
         self._look_s: float | None = None  # of the thread: how long to wait for what is due
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -262,10 +263,13 @@ class BatchQueue(Generic[SomeJob]):
             with self._lock:
                 taken = self._take(self._choose_short())
             if taken:
-                began = self._clock()
+                self._count_idle()
                 ended = self._run_taken(taken)
-                self._on_loop_s += self._clock() - began
                 self._running = None
+                if self._is_watching:
+                    self._idle_since = self._clock()
+                elif self.is_open():
+                    self._wakes.put(_nothing)  # for the thread to look
         finally:
             self._computing.release()
         if not taken:
@@ -292,18 +296,27 @@ class BatchQueue(Generic[SomeJob]):
                 self._running = None
 
     def _next_wake(self) -> Callable[[], None] | None:
-        """Wait for work. Time counts as idle while sessions are open, but for what the loop computes meanwhile."""
+        """Wait for work. Time counts as idle while sessions are open and the loop computes nothing either."""
         while self.is_open() or self._look_s is not None:
-            began, on_loop_s = self._clock(), self._on_loop_s
             look_s, self._look_s = self._look_s, None
+            with self._lock:
+                self._is_watching = True
+                self._idle_since = self._clock() if self._running is None else None
             try:
                 return self._wakes.get(timeout=IDLE_LOOK_S if look_s is None else look_s)
             except Empty:
                 if look_s is not None:
                     return self._run_next
             finally:
-                self.counts.idle_s += max(0.0, self._clock() - began - (self._on_loop_s - on_loop_s))
+                self._is_watching = False
+                self._count_idle()
         return self._wakes.get()
+
+    def _count_idle(self) -> None:
+        with self._lock:
+            since, self._idle_since = self._idle_since, None
+            if since is not None:
+                self.counts.idle_s += self._clock() - since
 
     def _run_next(self) -> None:
         with self._lock:
@@ -399,6 +412,10 @@ class BatchQueue(Generic[SomeJob]):
     def _post(self, call: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(call, *args)
+
+
+def _nothing() -> None:
+    """Work that is over at once."""
 
 
 def _set_result(future: asyncio.Future[Result], result: Result) -> None:

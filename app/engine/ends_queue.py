@@ -106,6 +106,9 @@ class EndsQueue:
 
     async def use_threads(self, number: int) -> None:
         """Let torch use so many threads in a call."""
+        if number > 1 and not hasattr(self.runner, "set_threads"):  # a fast runner has its own
+            self._queue.short_ms = 0.0  # two threads that compute would have a pool of torch's each
+        torch.set_num_threads(number)  # of this thread too: it computes short batches
         await self._queue.call(lambda: torch.set_num_threads(number))
 
     async def close(self) -> None:

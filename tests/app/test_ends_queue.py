@@ -72,6 +72,7 @@ def alone(position: int, values: np.ndarray, seed: int) -> int:
 
 async def busy(queue: EndsQueue, runner: FakeRunner) -> asyncio.Task[object]:
     """Keep the thread at something until `runner.release()`, so that what comes next meets in the queue."""
+    queue._queue.short_ms = 0.0  # an opening that is known to be short would keep the event loop
     runner.hold()
     task: asyncio.Task[object] = asyncio.create_task(ends_of(queue).open_rows((1, 2), 0, FLOAT))
     await until(runner.entered.is_set)

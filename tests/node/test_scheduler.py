@@ -38,6 +38,7 @@ async def opened(rig: Rig, node: Node, number: int, **fields: object) -> list[Sc
 async def hold_thread(rig: Rig, node: Node) -> Script:
     """A session whose step keeps the compute thread, so that others queue up behind it."""
     (blocker,) = await opened(rig, node, 1)
+    node.server._scheduler.short_ms = 0.0  # a step that is known to be short would keep the event loop
     node.runner.hold()
     await blocker.send(1, 0, some_rows(1))
     await until(node.runner.entered.is_set)
