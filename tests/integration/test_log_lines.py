@@ -150,7 +150,7 @@ def _lose_a_node(logged: Logged, http: httpx.Client) -> None:
 
 def _has_session(logged: Logged, node: Process) -> bool:
     lines = logged.of(f"node-{logged.nodes.index(node)}")
-    opened = {line["session"] for line in lines if line["event"].endswith("opened")}
+    opened = {line["session"] for line in lines if line["event"].endswith(": opened")}
     ended = {line["session"] for line in lines if "outcome" in line}
     return bool(opened - ended)
 
