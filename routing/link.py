@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import struct
 import time
 import traceback
@@ -284,13 +285,17 @@ class Link:
 
     def _check_overrun(self) -> None:
         """Give up a peer that makes us answer and takes no answer; a burst of our own has time to leave."""
-        if self._overrun_timer is None and self._outbox.is_overrun:
-            self._overrun_timer = self._loop.call_later(OVERRUN_S, self._end_overrun)
+        if self._overrun_timer is None and self._outbox.num_overrun:
+            self._overrun_timer = self._loop.call_later(OVERRUN_S / 2, self._end_overrun, math.inf)
 
-    def _end_overrun(self) -> None:
+    def _end_overrun(self, before: float) -> None:
+        """Fewer wait than half of the time ago: it is a burst, and leaves as fast as this machine and the peer can."""
         self._overrun_timer = None
-        if self._outbox.is_overrun:
+        number = self._outbox.num_overrun
+        if number >= before:
             self._fail(ProtocolError(ErrorCode.FLOW, "the peer takes nothing of what it makes us send"))
+        elif number:
+            self._overrun_timer = self._loop.call_later(OVERRUN_S / 2, self._end_overrun, number)
 
     async def _wait_gone(self, outgoing: Outgoing) -> None:
         gone = asyncio.Event()

@@ -124,7 +124,7 @@ class Outbox:
         self._open_bytes = 0
         self.waiting_bytes = 0
         self.num_waiting = 0  # messages
-        self.may_be_overrun = False  # ask `is_overrun`
+        self.may_be_overrun = False  # ask `num_overrun`
         self._next: tuple[Outgoing, int, int] | None = None  # see `_find_next`: known until something changes
 
     def push(
@@ -158,11 +158,13 @@ class Outbox:
         return outgoing
 
     @property
-    def is_overrun(self) -> bool:
-        """Whether more messages wait in one lane than any peer that reads lets wait for long."""
-        if self.may_be_overrun:
-            self.may_be_overrun = any(_is_too_long(lane, queue) for lane, queue in self._lanes.items())
-        return self.may_be_overrun
+    def num_overrun(self) -> int:
+        """Messages in lanes where more of them wait than any peer that reads lets wait for long."""
+        if not self.may_be_overrun:
+            return 0
+        number = sum(len(queue) for lane, queue in self._lanes.items() if _is_too_long(lane, queue))
+        self.may_be_overrun = number > 0
+        return number
 
     def cancel(self, outgoing: Outgoing) -> None:
         """Give a message up: forget it, or tell the peer when part of it has left."""

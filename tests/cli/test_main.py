@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -75,13 +76,18 @@ def test_help_can_be_read_in_80_columns(
     assert not any("…" in line for line in lines), "a word that does not fit is cut"
 
 
-@pytest.mark.parametrize("command", [[], ["serve"]])
-def test_help_is_instant(command: list[str]) -> None:
+def processor_s(command: Sequence[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(own_command([*command, "--help"]), capture_output=True, check=True)
+    subprocess.run(command, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert cpu_s < 0.5  # of the processor, since other jobs may share the machine
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("command", [[], ["serve"]])
+def test_help_takes_little_more_than_what_reads_the_flags(command: list[str]) -> None:
+    """Processor time, since other jobs may share the machine, against that of Python with typer on the same."""
+    flags = min(processor_s([sys.executable, "-c", "import asyncio, typer"]) for _ in range(2))
+    assert min(processor_s(own_command([*command, "--help"])) for _ in range(2)) < 6 * flags
 
 
 def test_folders_named_like_our_packages_do_not_confuse_children(tmp_path: Path) -> None:

@@ -107,7 +107,10 @@ def test_a_gate_in_either_layout(activation: Activation, layout: str, inter: int
     x = torch.from_numpy(values)
     gate, up = x.chunk(2, -1) if layout == "halves" else (x[:, ::2], x[:, 1::2])
     mine = through(lambda b, s, d: b.gate(s, d, inter, activation, layout), values, inter)
-    assert close(mine, ACTIVATIONS[activation](gate) * up)
+    exact = (ACTIVATIONS[activation](gate.double()) * up).numpy()
+    # GELU's 1 + erf cancels where the gate is far below 0, in torch as here: there, the error counts against the gate.
+    scale = np.abs(exact) + 0.1 * np.abs((gate * up).numpy())
+    assert np.all(np.abs(mine - exact) <= 1e-5 * scale + 1e-6)
 
 
 def test_the_gate_of_gpt_oss() -> None:
