@@ -33,6 +33,7 @@ class Replica:
     flags: tuple[str, ...]
     process: Process = field(init=False)
     listen: str = "127.0.0.1:0"
+    struck_by: signal.Signals | None = None
 
     def start(self) -> None:
         """Start it anew."""
@@ -42,13 +43,15 @@ class Replica:
 
     def strike(self, number: signal.Signals) -> None:
         """Send a signal, and wait for nothing."""
+        self.struck_by = number
         self.process.popen.send_signal(number)
 
     def recover(self) -> None:
-        """Undo it."""
-        if self.process.popen.poll() is None:
+        """Undo it. A round may be over before the process that was killed in it is."""
+        if self.struck_by is signal.SIGSTOP:
             self.process.thaw()
         else:
+            self.process.popen.wait()
             self.start()
 
 
