@@ -113,6 +113,11 @@ class LaneView:
     decodes: RowTimes = RowTimes()  # of batches of decode steps
     pieces: RowTimes = RowTimes()  # of batches with a piece in them
 
+    @property
+    def piece_times(self) -> RowTimes:
+        """What is known of batches with a piece in them, or is closest to it."""
+        return self.pieces if self.pieces.row_ms else self.decodes
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -227,7 +232,7 @@ def _waits(prefill: Waiting, snapshot: Snapshot) -> bool:
     due, view = snapshot.due, snapshot.lanes[prefill.lane]
     if due is None or not _can_join(prefill, due.lane) or snapshot.decode_run >= MAX_DECODE_RUN_SPLIT:
         return False
-    least_ms = (view.pieces if view.pieces.row_ms else view.decodes).expected_ms(MIN_PIECE_ROWS)
+    least_ms = view.piece_times.expected_ms(MIN_PIECE_ROWS)
     return least_ms is not None and due.in_ms < least_ms
 
 
@@ -245,9 +250,7 @@ def _piece(prefill: Waiting, decode_rows: int, snapshot: Snapshot) -> Share:
     if not lane.can_split:
         return Share(prefill.session, prefill.rows)
     view = snapshot.lanes[lane]
-    fitting = (view.pieces if view.pieces.row_ms else view.decodes).rows_within(
-        target_ms(prefill, decode_rows, snapshot)
-    )
+    fitting = view.piece_times.rows_within(target_ms(prefill, decode_rows, snapshot))
     rows = FIRST_PIECE_ROWS if fitting is None else fitting - decode_rows
     least = MIN_JOINED_ROWS if decode_rows else MIN_PIECE_ROWS
     return Share(prefill.session, min(prefill.rows, MAX_PIECE_ROWS, max(least, rows)))

@@ -1,8 +1,9 @@
 """A fair queue in front of the one thread that computes, several sessions' jobs in a call.
 
-What is queued goes at once; nothing waits for company. What goes together is decided by `batch_choice`. Decode steps
-that take no longer than it takes to notice are computed by the event loop itself, while the thread has nothing to do.
-Knows nothing of models or links: `run` computes parts of jobs, one batch at a time, and jobs finish on the event loop.
+What is queued goes at once; only a piece of a prefill may wait for the decode step that is all but here. What goes
+together is decided by `batch_choice`. Batches of decode steps that are known to be short are computed by the event loop
+itself, while the thread has nothing to do. Knows nothing of models or links: `run` computes parts of jobs, one batch at
+a time, and jobs finish on the event loop.
 """
 
 from __future__ import annotations
@@ -256,31 +257,31 @@ class BatchQueue(Generic[SomeJob]):
 
     def _wake(self) -> None:
         self._will_wake = False
-        if not self._computing.acquire(blocking=False):
-            self._hand_over()
-            return
-        try:
-            with self._lock:
-                taken = self._take(self._choose_short())
-            if taken:
-                self._count_idle()
-                ended = self._run_taken(taken)
-                self._running = None
-                if self._is_watching:
-                    self._idle_since = self._clock()
-                elif self.is_open():
-                    self._wakes.put(_nothing)  # for the thread to look
-        finally:
-            self._computing.release()
-        if not taken:
+        ended = self._compute_here() if self._computing.acquire(blocking=False) else []
+        if not ended:
             self._hand_over()
             return
         if self._queues:
             self._wake_soon()
-        if len(ended) == 1:
-            ended[0].finish()
-        else:
-            self._finish(ended)
+        self._finish(ended)
+
+    def _compute_here(self) -> list[SomeJob]:
+        """Compute the next batch on the loop if it is a short one; returns the jobs that have ended with it."""
+        try:
+            with self._lock:
+                taken = self._take(self._choose_short())
+            if not taken:
+                return []
+            self._count_idle()
+            ended = self._run_taken(taken)
+            self._running = None
+            if self._is_watching:
+                self._idle_since = self._clock()
+            elif self.is_open():
+                self._wakes.put(_nothing)  # for the thread to look
+            return ended
+        finally:
+            self._computing.release()
 
     def _hand_over(self) -> None:
         with self._lock:
@@ -406,6 +407,9 @@ class BatchQueue(Generic[SomeJob]):
         return True
 
     def _finish(self, jobs: Sequence[SomeJob]) -> None:
+        if len(jobs) == 1:
+            jobs[0].finish()
+            return
         for job in jobs:
             self._loop.call_soon(job.finish)  # each by itself: what one raises is not the others' trouble
 

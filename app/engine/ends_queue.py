@@ -1,4 +1,4 @@
-"""The ends of all answers of one model, computed together on one thread.
+"""The ends of all answers of one model, computed together: on one thread, or by the loop where that is short.
 
 A turn closes what came back for an answer, draws, and opens the step that follows; the turns that are ready share a
 call of the runner for each half. Prompts go in pieces between them. Knows tensors and tokens, neither links nor text.
@@ -25,7 +25,7 @@ SomeJob = TypeVar("SomeJob", bound=EndsJob)
 
 
 class EndsQueue:
-    """A runner of the ends and the thread that it computes on. Made in a running loop; `close` it at the end.
+    """A runner of the ends and the queue in front of it. Made in a running loop; `close` it at the end.
 
     `middle` are the layers that nodes run.
     """
@@ -115,7 +115,7 @@ class EndsQueue:
         """End the thread; answers must be over."""
         await self._queue.close()
 
-    # On the compute thread ------------------------------------------------------------------------------------
+    # By whoever computes, a batch at a time --------------------------------------------------------------------
 
     def _run(self, parts: Sequence[Part[EndsJob]]) -> None:
         began = time.perf_counter()

@@ -703,6 +703,26 @@ async def test_decode_steps_known_to_be_short_are_computed_by_the_loop_itself(
     assert queue.busy == (0, 0.0)
 
 
+async def test_the_loop_lets_come_what_was_sent_together_before_it_computes(
+    queue: BatchQueue[FakeJob], work: FakeWork
+) -> None:
+    work.gate.set()
+    for name in "ab":  # both decode, and what a step takes is known
+        job = FakeJob(name)
+        queue.submit(job)
+        await settled(job)
+    jobs = [FakeJob(name) for name in "ab"]
+    work.batches.clear()
+    work.threads.clear()
+    for job in jobs:
+        queue.submit(job)
+        await asyncio.sleep(0)
+    for job in jobs:
+        await settled(job)
+    assert work.batches == [[("a", 1), ("b", 1)]]
+    assert work.threads == {threading.get_ident()}
+
+
 @pytest.mark.parametrize("why", ["slow", "never", "plain"])
 async def test_decode_steps_that_hold_the_loop_up_are_not_computed_by_it(why: str) -> None:
     clock = itertools.count(step=SHORT_MS / 1000) if why == "slow" else None
